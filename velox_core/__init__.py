@@ -1,0 +1,44 @@
+"""velox: eviction policies as plugins for the KV cache of mlx-lm."""
+
+from .cache import VeloxCache
+from .errors import (
+    CacheFileError,
+    PolicyConfigError,
+    PolicyHookError,
+    PolicyLoadError,
+    UnknownPolicyError,
+    UnobservedAttentionError,
+    UnsupportedModelError,
+    VeloxError,
+)
+from .hooks import HOOK_VERSION, EvictionPolicy, hookimpl
+from .model import apply, make_cache
+from .policy import Policy, at_least, one_of
+from .registry import InstalledPolicy, installed_policies, load_policy
+from .rows import Rows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HOOK_VERSION",
+    "CacheFileError",
+    "EvictionPolicy",
+    "InstalledPolicy",
+    "Policy",
+    "PolicyConfigError",
+    "PolicyHookError",
+    "PolicyLoadError",
+    "Rows",
+    "UnknownPolicyError",
+    "UnobservedAttentionError",
+    "UnsupportedModelError",
+    "VeloxCache",
+    "VeloxError",
+    "apply",
+    "at_least",
+    "hookimpl",
+    "installed_policies",
+    "load_policy",
+    "make_cache",
+    "one_of",
+]

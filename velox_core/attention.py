@@ -1,0 +1,63 @@
+"""Seeing the model's queries: a wrapper around the attention function of each model module.
+
+mlx-lm's model modules import ``scaled_dot_product_attention`` by name, so it is wrapped in each
+module that a model's layers come from. Calls with any other cache pass through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+
+from .cache import VeloxCache
+
+NAME = "scaled_dot_product_attention"
+
+
+def observe(model: Any) -> int:
+    """Wrap the attention function in every module that ``model``'s layers come from.
+
+    Returns:
+        How many modules have one; 0 means that the model's attention can't be observed.
+    """
+    modules = {sys.modules[type(layer).__module__] for layer in model.modules()}
+    found = [module for module in modules if hasattr(module, NAME)]
+    for module in found:
+        _wrap(module)
+    return len(found)
+
+
+def _wrap(module: ModuleType) -> None:
+    original: Callable[..., mx.array] = getattr(module, NAME)
+    if hasattr(original, "velox_wraps"):
+        return
+
+    @functools.wraps(original)
+    def attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+        **more: Any,
+    ) -> mx.array:
+        if isinstance(cache, VeloxCache):
+            if keys.shape[2] < queries.shape[2]:
+                # MLX would take this under "causal" without a word and give wrong results.
+                raise AssertionError("fewer keys than queries")
+            mask = cache.attention_mask(mask, queries.shape[1])
+            if cache.policy.n_queries and cache.policy.queries == "model":
+                cache.observe(queries, scale, sinks)
+        if sinks is not None:
+            more["sinks"] = sinks
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+
+    attention.velox_wraps = original  # type: ignore[attr-defined]
+    setattr(module, NAME, attention)

@@ -1,0 +1,178 @@
+"""Which policies are installed, from the metadata of their distributions alone.
+
+Nothing is imported here: a plugin that is broken, slow or half installed harms nobody who doesn't
+ask for it, and listing policies needs no MLX.
+
+The environment variable ``VELOX_DISABLE_PLUGINS`` leaves plugins out: policy names, distribution
+names or ``distribution:policy``, separated by commas; ``all`` (or ``1``) leaves out every one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distributions
+from urllib.parse import unquote
+
+import attrs
+
+#: The entry-point group in which distributions declare policies.
+GROUP = "velox.policies"
+#: The environment variable that leaves plugins out.
+DISABLE = "VELOX_DISABLE_PLUGINS"
+
+
+@attrs.frozen(kw_only=True)
+class InstalledPolicy:
+    """A policy as the metadata of its distribution has it.
+
+    Args:
+        name: the entry point's name; ``load_policy`` takes it.
+        distribution: the distribution that declares it.
+        version: the distribution's version.
+        target: ``"module:attribute"``.
+        origin: the folder that the distribution lies in, or ``"editable: …"`` with its source.
+        status: ``"ok"``, ``"disabled"``, or the fault that the metadata alone shows. Default
+            ``"ok"``.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    target: str
+    origin: str
+    status: str = "ok"
+
+    @property
+    def full_name(self) -> str:
+        """``distribution:name``, which is never ambiguous."""
+        return f"{self.distribution}:{self.name}"
+
+    def __str__(self) -> str:
+        return f"policy {self.name!r} ({self.distribution} {self.version})"
+
+
+def installed_policies() -> list[InstalledPolicy]:
+    """Every policy that a distribution declares, sorted by name. Imports none of them."""
+    policies = scan()
+    claims: dict[str, list[str]] = {}
+    for policy in policies:
+        if policy.status == "ok":
+            claims.setdefault(policy.name, []).append(policy.distribution)
+    return [
+        attrs.evolve(policy, status=f"claimed by {' and '.join(claims[policy.name])}")
+        if policy.status == "ok" and len(claims[policy.name]) > 1
+        else policy
+        for policy in policies
+    ]
+
+
+def origin_of(policy: object) -> InstalledPolicy | None:
+    """The entry point that a policy (or its class) came from; ``None`` if it came from none.
+
+    Goes by the class's identity, whatever module it was defined in, and imports nothing: a class
+    that exists has been imported.
+    """
+    cls = policy if isinstance(policy, type) else type(policy)
+    for entry in scan():
+        module, _, attr = entry.target.partition(":")
+        found: object = sys.modules.get(module)
+        for part in attr.split("."):
+            found = getattr(found, part, None)
+        if found is cls:
+            return entry
+    return None
+
+
+def scan() -> list[InstalledPolicy]:
+    """All policies, each with the faults of its own: two that claim one name aren't a fault yet."""
+    disabled = {normal(word.strip()) for word in os.environ.get(DISABLE, "").split(",")}
+    found: dict[tuple[str, str], InstalledPolicy] = {}
+    seen: set[str] = set()
+    for dist in distributions():
+        try:
+            # Private, but in every CPython since 3.10, and free where `name` parses METADATA.
+            key = normal(getattr(dist, "_normalized_name", None) or dist.name)
+            # A distribution seen twice (an editable install and its source on the path) counts
+            # once: the first is the one that imports. With "~" begins what pip left behind.
+            if key in seen or key.startswith("~"):
+                continue
+            seen.add(key)
+            for policy in _declared(dist, key):
+                names = (policy.name, policy.distribution, policy.full_name)
+                if not disabled.isdisjoint({"all", "1", *map(normal, names)}):
+                    policy = attrs.evolve(policy, status="disabled")
+                found.setdefault((policy.name, policy.distribution), policy)
+        except Exception:  # whatever one distribution's metadata holds, the others are listed
+            continue
+    return [found[key] for key in sorted(found)]
+
+
+def normal(name: str) -> str:
+    """A distribution's name as the package index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and message in one line, without a full stop at its end."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(" .:")
+
+
+def _declared(dist: Distribution, key: str) -> Iterator[InstalledPolicy]:
+    text = dist.read_text("entry_points.txt")
+    if not text or GROUP not in text:
+        return  # nearly always; and no other file of it is read
+    name, version, fault = key, "?", ""
+    entries = [(key, "")]
+    try:
+        entries = [(e.name, e.value) for e in dist.entry_points if e.group == GROUP]
+        metadata = dist.metadata
+        if "Name" in metadata and "Version" in metadata:
+            name, version = metadata["Name"], metadata["Version"]
+        else:
+            fault = "half installed: METADATA is missing"
+    except Exception as error:
+        fault = f"unreadable metadata: {one_line(error)}"
+    for policy, value in entries:
+        target = re.sub(r"\s+|\[.*\]", "", value)  # without extras, which nobody uses any more
+        yield InstalledPolicy(
+            name=policy,
+            distribution=name,
+            version=version,
+            target=target,
+            origin=_origin(dist),
+            status=fault or _target_fault(target),
+        )
+
+
+def _origin(dist: Distribution) -> str:
+    try:  # PEP 610
+        direct = json.loads(dist.read_text("direct_url.json") or "{}")
+        if direct.get("dir_info", {}).get("editable"):
+            return f"editable: {unquote(direct['url'].removeprefix('file://'))}"
+    except (ValueError, KeyError, AttributeError):
+        pass  # the folder says enough
+    return str(dist.locate_file(""))
+
+
+def _target_fault(target: str) -> str:
+    """What is wrong with a target, as far as can be told without importing; ``"ok"`` if nothing."""
+    if not re.fullmatch(r"[\w.]+:[\w.]+", target):
+        return f"malformed target {target!r}: it must be module:attribute"
+    module = target.partition(":")[0]
+    top = module.partition(".")[0]  # to look for a submodule would import its parents
+    if top in sys.modules:
+        return "ok"
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return f"stale: module {top!r} not found"
+    if spec.origin is None and module == top:  # a namespace: what an uninstall may leave behind
+        return f"stale: folder {top!r} holds no code"
+    return "ok"

@@ -1,0 +1,145 @@
+"""The three hooks that make an eviction policy, and the manager that calls them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import pluggy
+
+from .discovery import origin_of
+from .errors import PolicyLoadError
+from .rows import Rows, lowest
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+#: Version of the hook specification. It rises when a policy written for the old one would be wrong
+#: under the new one; a policy says which one it was written for in its ``hook_version``.
+HOOK_VERSION = 1
+
+hookspec = pluggy.HookspecMarker("velox")
+hookimpl = pluggy.HookimplMarker("velox")
+
+
+class EvictionPolicy:
+    """The hook specification. Shapes are ``[batch, heads or 1, rows]``: 1 is one choice for the
+    whole layer, otherwise each KV head chooses for itself (see ``Policy.scope``)."""
+
+    @hookspec(firstresult=True)
+    def score(self, rows: Rows) -> mx.array:
+        """How much each row matters: float32, higher stays longer.
+
+        Called once a block, after the model attended to it, when rows must go (or after every
+        block where the policy sets ``every_step``). What it returns comes back next time as
+        ``rows.scores``.
+        """
+        raise NotImplementedError
+
+    @hookspec
+    def protect(self, rows: Rows) -> mx.array:
+        """Which rows must stay, whatever their score: bool. All results are OR-ed, and the
+        newest row of each sequence always stays."""
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def evict(self, rows: Rows, scores: mx.array, protected: mx.array, count: int) -> mx.array:
+        """Which ``count`` rows go: their indices, ``[batch, heads or 1, count]``, all different.
+
+        Empty rows (position -1, ``scores`` -inf) must be among the first to go. The core's own
+        implementation, used where a policy has none, drops the lowest unprotected scores and,
+        among equal ones, the oldest.
+        """
+        raise NotImplementedError
+
+
+class LowestScores:
+    """The core's own ``evict``: the lowest unprotected scores, the oldest row first among ties."""
+
+    @hookimpl(trylast=True)
+    def evict(self, rows: Rows, scores: mx.array, protected: mx.array, count: int) -> mx.array:
+        return lowest(mx.where(protected, mx.inf, scores), rows.positions, count)
+
+
+def origin(plugin: object) -> str:
+    """``'name' (distribution version)`` of a policy or protector, for messages."""
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    entry = origin_of(cls)
+    where = f"{entry.distribution} {entry.version}" if entry else f"module {cls.__module__}"
+    return f"policy {cls.__name__!r} ({where})"
+
+
+def build_hooks(policy: Policy, extras: Iterable[object] = ()) -> pluggy.PluginManager:
+    """A manager with the policy, the core's own ``evict``, and protectors or observers beside it.
+
+    Raises:
+        PolicyLoadError: a hook is misspelt, unmarked, missing, or takes an argument that it will
+            never get; or the policy was written for another hook version.
+    """
+    version_ = getattr(policy, "hook_version", None)
+    if version_ is None:
+        raise PolicyLoadError(
+            f"{origin(policy)} doesn't say which hook version it was written for: set "
+            f"`hook_version = {HOOK_VERSION}` in the class."
+        )
+    if version_ != HOOK_VERSION:
+        raise PolicyLoadError(
+            f"{origin(policy)} was written for hook version {version_}, and this velox_core "
+            f"calls version {HOOK_VERSION}. Install a release of the policy that fits, or, if "
+            f"it is yours, adapt it and set `hook_version = {HOOK_VERSION}` in the class."
+        )
+    manager = pluggy.PluginManager("velox")
+    manager.add_hookspecs(EvictionPolicy)
+    manager.register(LowestScores())
+    for plugin in (policy, *extras):
+        _check_signatures(plugin)
+        try:
+            manager.register(plugin)
+            manager.check_pending()
+        except (pluggy.PluginValidationError, TypeError) as error:
+            hint = ""
+            if isinstance(error, TypeError):
+                hint = " Policies must be hashable: decorate with @attrs.define(eq=False)."
+            hooks = ", ".join(_spec_names())
+            raise PolicyLoadError(
+                f"{origin(plugin)} has a hook that velox_core doesn't know: "
+                f"{_one_line(error)}. The hooks are {hooks}.{hint}"
+            ) from error
+    if not any(impl.plugin is policy for impl in manager.hook.score.get_hookimpls()):
+        marked = " (there is a method of that name: mark it with @hookimpl)" * hasattr(
+            policy, "score"
+        )
+        raise PolicyLoadError(f"{origin(policy)} has no `score` hook{marked}; it is required.")
+    return manager
+
+
+def _check_signatures(plugin: object) -> None:
+    # pluggy never passes an argument that has a default, so such a hook would run on the default.
+    for name in _spec_names():
+        method: Any = getattr(plugin, name, None)
+        if method is None or not hasattr(method, "velox_impl"):
+            continue
+        given = inspect.signature(getattr(EvictionPolicy, name)).parameters.keys() - {"self"}
+        parameters = inspect.signature(method).parameters.values()
+        unknown = [p.name for p in parameters if p.name not in given]
+        if unknown:
+            raise PolicyLoadError(
+                f"{origin(plugin)}: the hook `{name}` takes {', '.join(unknown)}, which it will "
+                f"never get. It may take {', '.join(sorted(given))}."
+            )
+        defaults = [p.name for p in parameters if p.default is not inspect.Parameter.empty]
+        if defaults:
+            raise PolicyLoadError(
+                f"{origin(plugin)}: the hook `{name}` gives a default to {', '.join(defaults)}, "
+                "and an argument with a default is never passed. Remove the default."
+            )
+
+
+def _spec_names() -> list[str]:
+    return [name for name in vars(EvictionPolicy) if not name.startswith("_")]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")

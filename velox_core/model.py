@@ -1,0 +1,109 @@
+"""Giving a model bounded caches: by hand, or to every tool that asks the model for a cache."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from mlx_lm.models.cache import KVCache
+
+from .attention import observe
+from .cache import VeloxCache
+from .errors import UnobservedAttentionError, UnsupportedModelError, VeloxError
+from .policy import Policy
+
+#: Caches that hold a bounded state, or are bounded by the model itself: they stay as they are.
+BOUNDED = ("RotatingKVCache", "ArraysCache", "ChunkedKVCache", "MambaCache")
+
+
+def make_cache(model: Any, policy: Policy) -> list[Any]:
+    """The model's own list of caches, with each plain ``KVCache`` replaced by a ``VeloxCache``.
+
+    Args:
+        model: an mlx-lm model.
+        policy: from ``load_policy``.
+
+    Returns:
+        One cache a layer, for ``prompt_cache=`` of mlx-lm's functions.
+
+    Raises:
+        UnsupportedModelError: the model has no layers, or caches that can't be bounded correctly.
+        UnobservedAttentionError: the policy needs queries and the model's can't be observed.
+        PolicyConfigError: a budget sequence of another length than the model's layers.
+    """
+    policy.hooks()
+    caches = _own_caches(model)
+    name = type(model).__module__.rpartition(".")[2]
+    if not caches:
+        raise UnsupportedModelError(f"The model {name} has no layers, so nothing can be bounded.")
+    for layer, cache in enumerate(caches):
+        kind = type(cache).__name__
+        if type(cache) is not KVCache and kind not in BOUNDED:
+            raise UnsupportedModelError(
+                f"The model {name} can't be bounded: layer {layer} has a cache of type {kind}, "
+                f"and velox replaces only plain KVCache entries and keeps {', '.join(BOUNDED)}."
+            )
+    if not any(type(cache) is KVCache for cache in caches):
+        kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
+        raise UnsupportedModelError(
+            f"The model {name} has no cache to bound: its layers have {kinds}, which don't grow "
+            "with the text."
+        )
+    observed = observe(model)
+    if policy.n_queries and policy.queries == "model" and not observed:
+        raise UnobservedAttentionError(
+            f"The attention of the model {name} can't be observed: its modules don't use mlx-lm's "
+            "scaled_dot_product_attention. Use queries='keys', which takes the incoming keys in "
+            "the queries' place, or a policy that needs no queries."
+        )
+    budgets = [policy.layer_budget(layer, len(caches)) for layer in range(len(caches))]
+    return [
+        VeloxCache(policy, budgets[layer], layer) if type(cache) is KVCache else cache
+        for layer, cache in enumerate(caches)
+    ]
+
+
+def _own_caches(model: Any) -> list[Any]:
+    if not hasattr(model, "layers"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no layers: velox needs an mlx-lm model."
+        )
+    make = getattr(type(model), "make_cache", None)
+    return make(model) if make else [KVCache() for _ in model.layers]
+
+
+class apply:  # noqa: N801 - used like a function
+    """Let every tool that asks the model for a cache get bounded ones.
+
+    Works at once; undone by ``remove()`` or at the end of a ``with`` block. Caches made in the
+    meantime stay as they are.
+
+    Args:
+        model: an mlx-lm model.
+        policy: from ``load_policy``.
+
+    Raises:
+        VeloxError: a policy is applied to the model already; and what ``make_cache`` raises.
+    """
+
+    def __init__(self, model: Any, policy: Policy) -> None:
+        if "make_cache" in vars(model):
+            raise VeloxError("A policy is applied to this model already: remove() it first.")
+        make_cache(model, policy)  # whatever can be wrong is found now
+        self.model = model
+        model.make_cache = lambda: make_cache(model, policy)
+
+    def remove(self) -> None:
+        """Give the model its own caches back. Doing so twice does no harm."""
+        vars(self.model).pop("make_cache", None)
+
+    def __enter__(self) -> apply:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()

@@ -1,0 +1,141 @@
+"""The base class of policies: the options that all of them have, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import attrs
+import mlx.core as mx
+import pluggy
+
+from .errors import PolicyConfigError
+from .hooks import build_hooks, hookimpl
+from .rows import Rows
+
+
+def at_least(minimum: int) -> Any:
+    """An attrs validator: a whole number of at least ``minimum``."""
+
+    def check(policy: Policy, attribute: attrs.Attribute[Any], value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise PolicyConfigError(
+                f"{type(policy).__name__}: {attribute.name}={value!r} isn't allowed; "
+                f"it must be a whole number of at least {minimum}."
+            )
+
+    return check
+
+
+def one_of(*allowed: str) -> Any:
+    """An attrs validator: one of the given words."""
+
+    def check(policy: Policy, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value not in allowed:
+            raise PolicyConfigError(
+                f"{type(policy).__name__}: {attribute.name}={value!r} isn't allowed; "
+                f"it must be one of {', '.join(map(repr, allowed))}."
+            )
+
+    return check
+
+
+def _budget(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_budget(policy: Policy, attribute: attrs.Attribute[Any], value: object) -> None:
+    for rows in value if isinstance(value, tuple) and value else (value,):
+        at_least(1)(policy, attribute, rows)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Policy:
+    """What every eviction policy is made of. A policy is stateless: it holds options, and all
+    that changes lives with the rows, in the cache.
+
+    Args:
+        budget: rows that each layer keeps, or a sequence with one number a layer. Default 512.
+        n_sink: the first tokens of a sequence, which always stay. Default 4.
+        scope: ``"layer"``, one choice for all heads of a layer (default), or ``"head"``, a choice
+            a KV head.
+        queries: ``"model"``, the real queries that the model attends with (default), or
+            ``"keys"``, the incoming keys in their place, for a model whose attention can't be
+            observed.
+
+    Raises:
+        PolicyConfigError: an option out of its range.
+    """
+
+    #: The hook version that the policy was written for; each policy class says it itself.
+    hook_version: ClassVar[int]
+    #: How many of the latest queries ``score`` looks at; 0 for none. The queries of the newest
+    #: block are there in any case, unless this is 0.
+    n_queries: ClassVar[int] = 0
+    #: Whether ``score`` must run after every block, and not only when rows must go.
+    every_step: ClassVar[bool] = False
+
+    budget: int | tuple[int, ...] = attrs.field(
+        default=512, converter=_budget, validator=_check_budget
+    )
+    n_sink: int = attrs.field(default=4, validator=at_least(0))
+    scope: Literal["layer", "head"] = attrs.field(
+        default="layer", validator=one_of("layer", "head")
+    )
+    queries: Literal["model", "keys"] = attrs.field(
+        default="model", validator=one_of("model", "keys")
+    )
+    _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
+    _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see saving.describe
+
+    @hookimpl
+    def protect(self, rows: Rows) -> mx.array:
+        """The sinks stay."""
+        return rows.positions < self.n_sink
+
+    def reserved(self, budget: int) -> dict[str, int]:
+        """Rows of ``budget`` that ``protect`` may claim, by name; the newest row comes on top."""
+        return {"n_sink": self.n_sink}
+
+    def check(self) -> None:
+        """Raise ``PolicyConfigError`` unless each budget has room for the rows that must stay."""
+        for budget in self.budget if isinstance(self.budget, tuple) else (self.budget,):
+            reserved = {**self.reserved(budget), "the newest row": 1}
+            if budget < sum(reserved.values()):
+                parts = " + ".join(f"{rows} ({name})" for name, rows in reserved.items())
+                raise PolicyConfigError(
+                    f"{type(self).__name__}: budget={budget} leaves no room: {parts} = "
+                    f"{sum(reserved.values())} rows always stay. Raise the budget or lower them."
+                )
+
+    def layer_budget(self, layer: int, n_layers: int) -> int:
+        """The rows that layer ``layer`` of ``n_layers`` keeps."""
+        if not isinstance(self.budget, tuple):
+            return self.budget
+        if len(self.budget) != n_layers:
+            raise PolicyConfigError(
+                f"{type(self).__name__}: budget has {len(self.budget)} numbers and the model has "
+                f"{n_layers} layers; give one number a layer, or a single one for all."
+            )
+        return self.budget[layer]
+
+    def options(self) -> dict[str, Any]:
+        """The options, ready for ``load_policy(name, **options)`` and for JSON."""
+        return {
+            f.alias: list(v) if isinstance(v := getattr(self, f.name), tuple) else v
+            for f in attrs.fields(type(self))
+            if f.init
+        }
+
+    def hooks(self, extras: Iterable[object] = ()) -> pluggy.PluginManager:
+        """The manager that calls this policy's hooks, made once. ``extras`` (protectors,
+        observers) are taken when it is made."""
+        if self._hooks is None:
+            self.check()
+            object.__setattr__(self, "_hooks", build_hooks(self, extras))
+        assert self._hooks is not None
+        return self._hooks
+
+    # A copied cache shares its policy: nothing in it changes, and a manager can't be copied.
+    def __deepcopy__(self, memo: object) -> Policy:
+        return self

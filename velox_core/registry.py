@@ -1,0 +1,178 @@
+"""Loading the one policy that was asked for.
+
+Whatever goes wrong comes out as a ``VeloxError`` that names the policy, its distribution and the
+mend. Which policies there are is ``discovery``'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from .discovery import (
+    DISABLE,
+    InstalledPolicy,
+    installed_policies,
+    normal,
+    one_line,
+    origin_of,
+    scan,
+)
+from .errors import PolicyConfigError, PolicyLoadError, UnknownPolicyError, VeloxError
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+__all__ = ["InstalledPolicy", "installed_policies", "load_policy", "origin_of"]
+
+#: Our own policies and where they come from. Only these names ever lead to a `pip install`: any
+#: other name may be registered on the package index by anyone.
+OURS = {
+    "tova": "velox-tova",
+    "h2o": "velox-h2o",
+    "morphkv": "velox-morphkv",
+    "streaming": "velox-streaming",
+}
+
+
+def load_policy(name: str, /, *, protect: Iterable[object] = (), **options: Any) -> Policy:
+    """Import a policy, set its options and check its hooks.
+
+    Args:
+        name: the policy's name, or ``"distribution:name"`` where two distributions claim it.
+        protect: protectors or observers whose hooks run beside the policy's. Default none.
+        options: the policy's own options; those that are left out have the policy's defaults.
+
+    Raises:
+        UnknownPolicyError: no installed distribution offers it.
+        PolicyLoadError: it is disabled, two distributions claim it, its import fails, or its
+            class or hooks aren't what they must be.
+        PolicyConfigError: an option that it doesn't have, or a value out of range.
+    """
+    entry = _find(name)
+    cls = _import(entry)
+    _check_names(entry, cls, options)
+    try:
+        policy = cls(**options)
+    except VeloxError:
+        raise
+    except Exception as error:
+        raise PolicyConfigError(f"{entry} refuses its options: {one_line(error)}.") from error
+    extras = tuple(protect)
+    try:
+        policy.hooks(extras)
+    except VeloxError:
+        raise
+    except Exception as error:
+        raise PolicyLoadError(
+            f"{entry}: its hooks can't be set up: {one_line(error)}. {_other_version(entry)}"
+        ) from error
+    return policy
+
+
+def _find(name: str) -> InstalledPolicy:
+    policies = scan()
+    matches = [policy for policy in policies if policy.name == name]
+    if not matches:
+        dist, _, short = name.rpartition(":")
+        matches = [
+            policy
+            for policy in policies
+            if policy.name == short and normal(policy.distribution) == normal(dist)
+        ]
+    if not matches:
+        raise UnknownPolicyError(_unknown(name, policies))
+    # One that is stale or disabled doesn't stand in another's way.
+    healthy = [policy for policy in matches if policy.status == "ok"]
+    if len(healthy) > 1:
+        claims = " and ".join(f"{policy.distribution} {policy.version}" for policy in healthy)
+        forms = " or ".join(repr(policy.full_name) for policy in healthy)
+        raise PolicyLoadError(f"policy {name!r} is claimed by {claims}: choose with {forms}.")
+    if healthy:
+        return healthy[0]
+    policy = matches[0]
+    if policy.status == "disabled":
+        raise PolicyLoadError(
+            f"{policy} is disabled by {DISABLE}={os.environ[DISABLE]!r}: "
+            "take it out of that variable to use it."
+        )
+    raise PolicyLoadError(
+        f"{policy} can't be used: {policy.status}. Reinstall {policy.distribution}, or remove "
+        f"it: {sys.executable} -m pip uninstall {policy.distribution}"
+    )
+
+
+def _unknown(name: str, policies: list[InstalledPolicy]) -> str:
+    installed = list(dict.fromkeys(policy.name for policy in policies))
+    full = [policy.full_name for policy in policies] if ":" in name else []
+    near = _near(name, [*installed, *full, *OURS])
+    parts = [f"no policy {name!r} is installed for {sys.executable}."]
+    if near:
+        parts.append(f"Did you mean {near!r}?")
+    parts.append(f"Installed: {', '.join(installed) or 'none'}.")
+    ours = near or name
+    if ours in OURS and ours not in installed:
+        parts.append(
+            f"{ours!r} comes with {OURS[ours]}: {sys.executable} -m pip install {OURS[ours]}"
+        )
+    return " ".join(parts)
+
+
+def _import(entry: InstalledPolicy) -> type[Policy]:
+    from .policy import Policy  # not above: to say that a policy is unknown takes no MLX
+
+    module, _, attr = entry.target.partition(":")
+    try:
+        cls: Any = functools.reduce(getattr, attr.split("."), importlib.import_module(module))
+    except (Exception, SystemExit) as error:  # a module may do anything on import
+        mend = _other_version(entry)
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and missing.partition(".")[0] != module.partition(".")[0]:
+            mend = f"Install what it needs (the module {missing!r}), or another version of it."
+        raise PolicyLoadError(f"{entry} can't be imported: {one_line(error)}. {mend}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        what = f"class {cls.__name__}" if isinstance(cls, type) else f"{type(cls).__name__} object"
+        raise PolicyLoadError(
+            f"{entry}: {entry.target} must be a subclass of velox_core.Policy and is a {what}. "
+            f"{_other_version(entry)}"
+        )
+    # pluggy goes by identity, and attrs makes classes that compare by value unless told.
+    if cls.__eq__ is not object.__eq__ or cls.__hash__ is not object.__hash__:
+        raise PolicyLoadError(
+            f"{entry}: {cls.__name__} compares by value, and policies must be told apart and "
+            "hashable. Decorate it with @attrs.frozen(eq=False, kw_only=True)."
+        )
+    return cls
+
+
+def _check_names(entry: InstalledPolicy, cls: type[Policy], options: Iterable[str]) -> None:
+    known = {field.alias: field.default for field in attrs.fields(cls) if field.init}
+    for option in options:
+        if option not in known:
+            near = _near(option, known)
+            hint = f" Did you mean {near!r}?" if near else ""
+            has = ", ".join(f"{name}={_default(value)}" for name, value in known.items())
+            raise PolicyConfigError(f"{entry} has no option {option!r}.{hint} It has: {has}.")
+
+
+def _default(value: object) -> str:
+    if value is attrs.NOTHING:
+        return "(required)"
+    return "…" if isinstance(value, attrs.Factory) else repr(value)  # type: ignore[arg-type]
+
+
+def _near(word: str, words: Iterable[str]) -> str | None:
+    by_case = {known.casefold(): known for known in words}
+    near = difflib.get_close_matches(word.casefold(), by_case, n=1)
+    return by_case[near[0]] if near and by_case[near[0]] != word else None
+
+
+def _other_version(entry: InstalledPolicy) -> str:
+    return f"Install another version of {entry.distribution}, or tell its authors."
