@@ -7,26 +7,24 @@ before the shorter ones.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from . import storage
+from .contents import ARRAYS, Contents
 from .errors import VeloxError
 from .rows import lowest, visible
 
-if TYPE_CHECKING:
-    from .cache import VeloxCache
 
-
-class Batching:
-    """The part of ``VeloxCache`` that knows of sequences, padding and masks."""
+class Batch(Contents):
+    """Contents that may be of several sequences, with their padding and masks."""
 
     # Padding -------------------------------------------------------------------------------
 
     def prepare(
-        self: VeloxCache,
+        self,
         *,
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
@@ -40,24 +38,24 @@ class Batching:
             self._settle()
             self._coming = list(lengths)
 
-    def finalize(self: VeloxCache) -> None:
+    def finalize(self) -> None:
         """The padded prompt is over."""
         self._settle()
         self._coming = None
 
-    def _real_tokens(self: VeloxCache, n: int) -> list[int]:
+    def _real_tokens(self, n: int) -> list[int]:
         """Of the next ``n`` tokens, how many are real, by sequence."""
         if self._coming is None:
             return [n] * len(self._tokens)
         return [min(max(left, 0), n) for left in self._coming]
 
-    def _block_positions(self: VeloxCache, keys: mx.array) -> mx.array:
+    def _block_positions(self, keys: mx.array) -> mx.array:
         """Positions of the new block's rows, ``[batch, kv_heads or 1, block]``."""
         heads = keys.shape[1] if self.policy.scope == "head" else 1
         positions = self._positions_from(self._tokens, self._fresh, keys.shape[2])[:, None]
         return mx.broadcast_to(positions, (keys.shape[0], heads, keys.shape[2]))
 
-    def _query_positions(self: VeloxCache) -> mx.array:
+    def _query_positions(self) -> mx.array:
         """Positions of the newest block's queries, ``[batch or 1, block]``."""
         pairs = zip(self._tokens, self._fresh, strict=True)
         start = [seen - fresh for seen, fresh in pairs]
@@ -71,9 +69,7 @@ class Batching:
             return positions
         return mx.where(mx.arange(n) < mx.array(real)[:, None], positions, -1)
 
-    def _latest_queries(
-        self: VeloxCache, queries: mx.array, positions: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def _latest_queries(self, queries: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """The window's queries and the block's, each sequence's newest last."""
         if self._window is not None and self._window_positions is not None:
             queries = mx.concatenate([self._window, queries], axis=2)
@@ -86,7 +82,7 @@ class Batching:
             positions = mx.where(missing, -1, mx.take_along_axis(positions, index, axis=1))
         return queries, positions
 
-    def _queries_missing(self: VeloxCache) -> bool:
+    def _queries_missing(self) -> bool:
         window = 0 if self._window is None else self._window.shape[2]
         older = [seen - fresh for seen, fresh in zip(self._tokens, self._fresh, strict=True)]
         return min(self._fresh) < self._n_new or min(older) < window
@@ -94,16 +90,15 @@ class Batching:
     # Masks ---------------------------------------------------------------------------------
 
     def make_mask(
-        self: VeloxCache, N: int, return_array: bool = False, window_size: int | None = None
+        self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """The mask for a coming block of ``N`` tokens; mlx-lm asks before ``update_and_fetch``."""
         self._settle(next_block=N)
         fresh = self._real_tokens(N)
         rows = self._rows if self._hole is not None else self._rows + N
         padded = min(map(int.__add__, self._held, fresh)) < rows
-        if self._positions is None or not (padded or window_size or return_array):
-            if not (padded or window_size or return_array):
-                return None if N == 1 else "causal"
+        if not (padded or window_size or return_array):
+            return None if N == 1 else "causal"
         queries = self._positions_from(self._tokens, fresh, N)
         if self._positions is None:
             positions = queries[:, None]
@@ -117,7 +112,7 @@ class Batching:
         return visible(positions, queries, padding_sees_all=True, window=window_size)
 
     def attention_mask(
-        self: VeloxCache, mask: mx.array | str | None, query_heads: int
+        self, mask: mx.array | str | None, query_heads: int
     ) -> mx.array | str | None:
         """The mask that the newest block attends with, given the one that the model would use.
 
@@ -138,98 +133,86 @@ class Batching:
     # Sequences -----------------------------------------------------------------------------
 
     @classmethod
-    def merge(cls, caches: Sequence[VeloxCache]) -> VeloxCache:
+    def merge(cls, caches: Sequence[Batch]) -> Batch:
         """One cache with the sequences of all, in order; they may be of unequal length."""
         first = caches[0]
         merged = type(first)(first.policy, first.budget, first.layer)
-        merged._merged = True
         merged._stack(caches)
         return merged
 
-    def extend(self: VeloxCache, other: VeloxCache) -> None:
+    def extend(self, other: Batch) -> None:
         """Add the other cache's sequences after this one's."""
         self._stack([self, other])
 
-    def _stack(self: VeloxCache, caches: Sequence[VeloxCache]) -> None:
+    def _stack(self, caches: Sequence[Batch]) -> None:
         for cache in caches:
             if cache.policy.options() != self.policy.options() or cache.budget != self.budget:
                 raise VeloxError(
-                    f"A batch has one policy and one budget a layer; these caches have "
+                    "A batch has one policy and one budget a layer; these caches have "
                     f"{self.policy!r} and {cache.policy!r}."
                 )
             cache._settle()
-        rows = max(cache._rows for cache in caches)
-        full = [cache for cache in caches if cache.keys is not None]
-
-        def stacked(name: str, fill: int = 0, axis: int = 2) -> mx.array | None:
-            arrays = [getattr(cache, name) for cache in caches]
-            models = [array for array in arrays if array is not None]
-            if not models:
-                return None
-            parts, most = [], max(array.shape[axis] for array in models)
-            most = rows if axis == 2 and name != "_window" else most
-            for cache, array in zip(caches, arrays, strict=True):
-                if array is None:
-                    shape = list(models[0].shape)
-                    shape[0], shape[axis] = len(cache._tokens), 0
-                    array = mx.zeros(shape, models[0].dtype)
-                elif name in ("keys", "values", "_positions", "_scores"):
-                    array = array[:, :, : cache._rows]
-                parts.append(storage.pad_left(array, most, axis, fill))
-            return mx.concatenate(parts, axis=0)
-
         tokens = [n for cache in caches for n in cache._tokens * cache._copies()]
         held = [n for cache in caches for n in cache._held * cache._copies()]
-        arrays = {name: stacked(name) for name in ("keys", "values", "_scores", "_window")}
-        arrays["_positions"] = stacked("_positions", -1)
-        arrays["_window_positions"] = stacked("_window_positions", -1, axis=1)
-        for name, array in arrays.items():
+        stacked = {name: self._stacked(name, caches) for name in ARRAYS}
+        self._rows = max(cache._rows for cache in caches)
+        for name, array in stacked.items():
             setattr(self, name, array)
-        self._rows = rows if full else 0
+        self._merged = True
         self._tokens, self._held, self._coming = tokens, held, None
         self._set_offset()
         self._forget_block()
 
-    def filter(self: VeloxCache, batch_indices: Any) -> None:
+    @staticmethod
+    def _stacked(name: str, caches: Sequence[Batch]) -> mx.array | None:
+        """The caches' arrays of that name, one after the other, the shorter ones padded."""
+        arrays = [getattr(cache, name) for cache in caches]
+        like = next((array for array in arrays if array is not None), None)
+        if like is None:
+            return None
+        axis = 1 if name == "_window_positions" else 2
+        fill = -1 if name.endswith("positions") else 0
+        for i, cache in enumerate(caches):
+            if arrays[i] is None:
+                shape = [len(cache._tokens), *like.shape[1:]]
+                shape[axis] = 0
+                arrays[i] = mx.zeros(shape, like.dtype)
+            elif not name.startswith("_window"):
+                arrays[i] = arrays[i][:, :, : cache._rows]
+        size = max(array.shape[axis] for array in arrays)
+        return mx.concatenate([storage.pad_left(array, size, axis, fill) for array in arrays])
+
+    def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep only these sequences."""
         self._settle()
-        wanted = [int(i) for i in batch_indices]
-        index = mx.array(wanted)
-        for name in ("keys", "values", "_positions", "_scores", "_window", "_window_positions"):
-            array = getattr(self, name)
-            if array is not None:
-                setattr(self, name, array[index])
-        self._tokens = [self._tokens[i] for i in wanted]
-        self._held = [self._held[i] for i in wanted]
-        if self._coming is not None:
-            self._coming = [self._coming[i] for i in wanted]
+        self._select([int(i) for i in batch_indices])
         self._set_offset()
-        self._forget_block()
-        self._drop_padding()
 
-    def _drop_padding(self: VeloxCache) -> None:
-        """Let go of rows that are empty in every sequence."""
+    def extract(self, idx: int) -> Batch:
+        """One sequence as a cache of its own, as if it had been alone."""
+        self._settle()
+        alone = copy.copy(self)
+        alone._select([idx])
+        if alone._window is not None and alone._window_positions is not None:
+            missing = max(0, alone._window.shape[2] - alone._tokens[0])
+            alone._window = alone._window[:, :, missing:]
+            alone._window_positions = alone._window_positions[:, missing:]
+        alone._merged, alone._coming = False, None
+        alone._set_offset()
+        return alone
+
+    def _select(self, sequences: list[int]) -> None:
+        """Keep these sequences, and of the rows those that one of them needs."""
+        index = mx.array(sequences)
+        for name in ARRAYS:
+            array = getattr(self, name)
+            setattr(self, name, None if array is None else array[index])
+        self._tokens = [self._tokens[i] for i in sequences]
+        self._held = [self._held[i] for i in sequences]
+        if self._coming is not None:
+            self._coming = [self._coming[i] for i in sequences]
+        self._forget_block()
         count = self._rows - max(self._held)
         if count and self._positions is not None:
             positions = self._positions[..., : self._rows]
             self._close_up(lowest(mx.zeros(positions.shape), positions, count))
-
-    def extract(self: VeloxCache, idx: int) -> VeloxCache:
-        """One sequence as a cache of its own, as if it had been alone."""
-        self._settle()
-        alone = type(self)(self.policy, self.budget, self.layer)
-        alone._merged = True
-        for name in ("keys", "values", "_positions", "_scores", "_window", "_window_positions"):
-            array = getattr(self, name)
-            setattr(alone, name, None if array is None else array[idx : idx + 1])
-        alone._rows = self._rows
-        alone._tokens, alone._held = [self._tokens[idx]], [self._held[idx]]
-        alone._forget_block()
-        alone._drop_padding()
-        if alone._window is not None and alone._window_positions is not None:
-            real = min(alone._window.shape[2], alone._tokens[0])
-            alone._window = alone._window[:, :, alone._window.shape[2] - real :]
-            alone._window_positions = alone._window_positions[:, -real:] if real else None
-        alone._merged = False
-        alone._set_offset()
-        return alone

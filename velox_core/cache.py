@@ -7,24 +7,17 @@ remembers the queries that it did that with. Eviction thus waits for the next bl
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
-from . import storage
-from .batch import Batching
+from .batch import Batch
 from .errors import UnobservedAttentionError
 from .eviction import choose_rows, score_rows
 from .hooks import origin
-from .policy import Policy
 from .rows import Rows, lowest
-from .saving import describe, restore
-
-_LATEST = 2**31 - 1
 
 
-class VeloxCache(Batching, mlx_cache._BaseCache):  # type: ignore[misc]
+class VeloxCache(Batch):
     """Keys and values of at most ``budget`` rows of one layer, each with its true position.
 
     Below the budget it gives what mlx-lm's ``KVCache`` gives, bit for bit. In a batch made by
@@ -35,34 +28,6 @@ class VeloxCache(Batching, mlx_cache._BaseCache):  # type: ignore[misc]
         budget: rows to keep; no more are held once a step is settled.
         layer: index of the layer, told to the policy.
     """
-
-    def __init__(self, policy: Policy, budget: int, layer: int = 0) -> None:
-        self.policy = policy
-        self.budget = budget
-        self.layer = layer
-        #: True position of the next token: an int, or ``[batch]`` in a merged batch.
-        self.offset: int | mx.array = 0
-        self.keys: mx.array | None = None  # [batch, kv_heads, capacity, head_dim]
-        self.values: mx.array | None = None
-        self._positions: mx.array | None = None  # [batch, kv_heads or 1, capacity]; -1 is empty
-        self._scores: mx.array | None = None  # the same shape; None unless policy.every_step
-        self._window: mx.array | None = None  # the latest queries before the newest block
-        self._window_positions: mx.array | None = None
-        self._rows = 0  # rows in use of the capacity
-        self._tokens = [0]  # tokens seen, by sequence (a single number unless merged)
-        self._held = [0]  # rows that aren't empty, by sequence
-        self._merged = False
-        self._coming: list[int] | None = None  # real tokens to come of a right-padded prompt
-        self._hole: mx.array | None = None  # [batch, heads or 1, n]: rows chosen to go
-        self._forget_block()
-
-    def _forget_block(self) -> None:
-        self._n_new = 0  # rows of the newest block, padding counted; 0 once it is settled
-        self._fresh = [0] * len(self._tokens)  # its real tokens, by sequence
-        self._overwritten: mx.array | None = None  # where its row went, if into a hole
-        self._queries: mx.array | None = None
-        self._scale = 1.0
-        self._sinks: mx.array | None = None
 
     # A step --------------------------------------------------------------------------------
 
@@ -93,47 +58,9 @@ class VeloxCache(Batching, mlx_cache._BaseCache):  # type: ignore[misc]
             self.observe(keys, keys.shape[-1] ** -0.5)
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All rows in use, as the last ``update_and_fetch`` gave them."""
-        assert self.keys is not None
-        assert self.values is not None
-        if self._rows < self.keys.shape[2]:
-            return self.keys[..., : self._rows, :], self.values[..., : self._rows, :]
-        return self.keys, self.values
-
     def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Remember the newest block's queries, ``[batch, query_heads, block, head_dim]``."""
         self._queries, self._scale, self._sinks = queries, scale, sinks
-
-    def _append(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
-        start, limit = self._rows, self.budget + 1  # decoding holds one row above the budget
-        self._rows += self._n_new
-        self._positions = storage.write(self._positions, positions, start, limit)
-        beside = [self._positions, self._window, self._window_positions]
-        if self.policy.every_step:
-            nothing = mx.zeros(positions.shape, mx.float32)
-            self._scores = storage.write(self._scores, nothing, start, limit)
-            beside.append(self._scores)
-        # What isn't needed before rows go is evaluated along with the keys all the same: its
-        # graph would grow with every token.
-        self.keys, self.values = mx.depends(
-            [
-                storage.write(self.keys, keys, start, limit),
-                storage.write(self.values, values, start, limit),
-            ],
-            [array for array in beside if array is not None],
-        )
-
-    def _overwrite(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
-        hole = self._hole
-        assert hole is not None
-        self.keys = storage.put(self.keys, keys, hole)
-        self.values = storage.put(self.values, values, hole)
-        self._positions = storage.put(self._positions, positions, hole)
-        if self.policy.every_step:
-            nothing = mx.zeros(positions.shape, mx.float32)
-            self._scores = storage.put(self._scores, nothing, hole)
-        self._overwritten, self._hole = hole, None
 
     # Eviction ------------------------------------------------------------------------------
 
@@ -168,18 +95,6 @@ class VeloxCache(Batching, mlx_cache._BaseCache):  # type: ignore[misc]
         if scores is None or not over:  # only padding has to go
             return lowest(mx.zeros(rows.positions.shape), rows.positions, count)
         return choose_rows(self.policy, rows, scores, count)
-
-    def _close_up(self, gone: mx.array) -> None:
-        assert self._positions is not None
-        positions = self._positions[..., : self._rows]
-        self._rows -= gone.shape[-1]
-        stays_last = mx.put_along_axis(positions, gone, mx.array(_LATEST), axis=-1)
-        keep = mx.argsort(stays_last, axis=-1)[..., : self._rows]
-        self._positions = storage.take(positions, keep)
-        self.keys = storage.take(self.keys, keep)
-        self.values = storage.take(self.values, keep)
-        if self._scores is not None:
-            self._scores = storage.take(self._scores, keep)
 
     def _view(self) -> Rows:
         """The rows in use and the latest queries, as hooks see them."""
@@ -249,78 +164,6 @@ class VeloxCache(Batching, mlx_cache._BaseCache):  # type: ignore[misc]
         remembers = self.policy.every_step or self.policy.n_queries > 1
         evicted = self._tokens != self._held
         return not (remembers or evicted or self._coming or self._hole is not None)
-
-    # What it holds -------------------------------------------------------------------------
-
-    def _set_offset(self) -> None:
-        self.offset = mx.array(self._tokens) if self._merged else self._tokens[0]
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    def size(self) -> int:
-        """Rows held, in the longest sequence."""
-        return min(self.budget, max(self._held))
-
-    @property
-    def positions(self) -> mx.array | None:
-        """True positions of the kept rows, ``[batch, kv_heads or 1, rows]``; -1 is empty."""
-        self._settle()
-        return None if self._positions is None else self._positions[..., : self._rows]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is held: keys, values, and what goes with them."""
-        self._settle()
-        arrays = (self.keys, self.values, self._positions, self._scores)
-        arrays += (self._window, self._window_positions)
-        return sum(array.nbytes for array in arrays if array is not None)
-
-    kept_bytes = nbytes
-
-    @property
-    def tokens_seen(self) -> int:
-        return sum(self._tokens) * self._copies()
-
-    @property
-    def tokens_kept(self) -> int:
-        return sum(min(held, self.budget) for held in self._held) * self._copies()
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of keys and values, were nothing evicted."""
-        if self.keys is None or self.values is None:
-            return 0
-        rows = self.keys.shape[0] * self.keys.shape[2]
-        return (self.keys.nbytes + self.values.nbytes) // rows * self.tokens_seen
-
-    @property
-    def compression_ratio(self) -> float:
-        return self.full_bytes / self.nbytes if self.nbytes else 1.0
-
-    def _copies(self) -> int:
-        """Sequences that each number in ``_tokens`` speaks for."""
-        return 1 if self.keys is None else self.keys.shape[0] // len(self._tokens)
-
-    @property
-    def state(self) -> list[Any]:
-        """All that makes the cache, for mlx-lm to evaluate, save and restore."""
-        self._settle()
-        kept = [self.keys, self.values, self._positions, self._scores]
-        kept = [None if array is None else array[:, :, : self._rows] for array in kept]
-        window = [self._window, self._window_positions]
-        numbers = [self._tokens, self._held, self._coming, self._merged, self.budget, self.layer]
-        return [*kept, *window, *numbers, describe(self.policy)]
-
-    @state.setter
-    def state(self, state: list[Any]) -> None:
-        self.__init__(restore(state[-1]), state[10], state[11])  # type: ignore[misc]
-        self.keys, self.values, self._positions, self._scores = state[:4]
-        self._window, self._window_positions = state[4:6]
-        self._tokens, self._held, self._coming, self._merged = state[6:10]
-        self._rows = 0 if self.keys is None else self.keys.shape[2]
-        self._set_offset()
-        self._forget_block()
 
 
 def _add(a: list[int], b: list[int]) -> list[int]:

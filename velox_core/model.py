@@ -72,7 +72,7 @@ def _own_caches(model: Any) -> list[Any]:
     return make(model) if make else [KVCache() for _ in model.layers]
 
 
-class apply:  # noqa: N801 - used like a function
+class apply:
     """Let every tool that asks the model for a cache get bounded ones.
 
     Works at once; undone by ``remove()`` or at the end of a ``with`` block. Caches made in the
