@@ -145,6 +145,8 @@ def report(results: list[Result], scored: int, steps: int, console: Console) -> 
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
         caption=f"{steps:,} tokens scored one by one at the end, {scored:,} in blocks before them; "
         "beside the full cache in brackets",
     )
