@@ -12,9 +12,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import attrs
 import mlx.core as mx
 
 from .cache import VeloxCache
+from .errors import UnsupportedModelError
+from .rows import Attended
 
 NAME = "scaled_dot_product_attention"
 
@@ -54,10 +57,30 @@ def _wrap(module: ModuleType) -> None:
                 raise AssertionError("fewer keys than queries")
             mask = cache.attention_mask(mask, queries.shape[1])
             if cache.policy.n_queries and cache.policy.queries == "model":
-                cache.observe(queries, scale, sinks)
+                cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
         if sinks is not None:
             more["sinks"] = sinks
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
 
     attention.velox_wraps = original  # type: ignore[attr-defined]
     setattr(module, NAME, attention)
+
+
+def _attended(
+    queries: mx.array, keys: mx.array, cache: VeloxCache, scale: float, mask: Any, sinks: Any
+) -> Attended:
+    assert cache.keys is not None
+    _, heads, _, dim = cache.keys.shape
+    seen = Attended(queries, scale, sinks)
+    if keys.shape[1] == heads and keys.shape[3] == dim and not _is_bias(mask):
+        return seen
+    if heads > 1 and cache.policy.scope == "head":
+        raise UnsupportedModelError(
+            "This model spreads its KV heads over query heads in a way of its own, so a choice a "
+            "head can't be made. Use scope='layer'."
+        )
+    return attrs.evolve(seen, keys=keys, bias=mask if _is_bias(mask) else None)
+
+
+def _is_bias(mask: Any) -> bool:
+    return isinstance(mask, mx.array) and mask.dtype != mx.bool_

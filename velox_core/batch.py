@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
+import attrs
 import mlx.core as mx
+from mlx_lm.models import base as mlx_base
 
 from . import storage
 from .contents import ARRAYS, Contents
-from .errors import VeloxError
-from .rows import lowest, visible
+from .errors import UnsupportedModelError, VeloxError
+from .rows import Attended, for_heads, lowest, visible
 
 
 class Batch(Contents):
@@ -69,8 +72,9 @@ class Batch(Contents):
             return positions
         return mx.where(mx.arange(n) < mx.array(real)[:, None], positions, -1)
 
-    def _latest_queries(self, queries: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+    def _latest_queries(self, seen: Attended, positions: mx.array) -> tuple[Attended, mx.array]:
         """The window's queries and the block's, each sequence's newest last."""
+        queries, bias = seen.queries, seen.bias
         if self._window is not None and self._window_positions is not None:
             queries = mx.concatenate([self._window, queries], axis=2)
             positions = mx.concatenate([self._window_positions, positions], axis=1)
@@ -79,8 +83,10 @@ class Batch(Contents):
             index = mx.arange(positions.shape[1]) - padding
             missing, index = index < 0, mx.maximum(index, 0)
             queries = mx.take_along_axis(queries, index[:, None, :, None], axis=2)
+            if bias is not None:
+                bias = mx.take_along_axis(bias, index[:, None, :, None], axis=2)
             positions = mx.where(missing, -1, mx.take_along_axis(positions, index, axis=1))
-        return queries, positions
+        return attrs.evolve(seen, queries=queries, bias=bias), positions
 
     def _queries_missing(self) -> bool:
         window = 0 if self._window is None else self._window.shape[2]
@@ -91,7 +97,7 @@ class Batch(Contents):
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    ) -> Any:
         """The mask for a coming block of ``N`` tokens; mlx-lm asks before ``update_and_fetch``."""
         self._settle(next_block=N)
         fresh = self._real_tokens(N)
@@ -99,35 +105,37 @@ class Batch(Contents):
         padded = min(map(int.__add__, self._held, fresh)) < rows
         if not (padded or window_size or return_array):
             return None if N == 1 else "causal"
+        if not (padded or window_size):
+            return mlx_base.create_causal_mask(N, self._rows if N > 1 else rows - 1)
+        if window_size and self._tokens != self._held:
+            raise UnsupportedModelError(
+                f"Layer {self.layer} attends through a sliding window over a cache that evicts; "
+                "one mask serves all such layers, and each keeps other rows."
+            )
         queries = self._positions_from(self._tokens, fresh, N)
-        if self._positions is None:
-            positions = queries[:, None]
-        else:
+        positions = queries[:, None]
+        if self._positions is not None:
             old = self._positions[..., : self._rows]
-            new = mx.broadcast_to(queries[:, None], (*old.shape[:2], N))
-            if self._hole is not None:
-                positions = storage.put(old, new, self._hole)
-            else:
+            new = mx.broadcast_to(positions, (*old.shape[:2], N))
+            if self._hole is None:
                 positions = mx.concatenate([old, new], axis=2)
+            else:
+                positions = storage.put(old, new, self._hole)
         return visible(positions, queries, padding_sees_all=True, window=window_size)
 
-    def attention_mask(
-        self, mask: mx.array | str | None, query_heads: int
-    ) -> mx.array | str | None:
+    def attention_mask(self, mask: mx.array | str | None, query_heads: int) -> Any:
         """The mask that the newest block attends with, given the one that the model would use.
 
         A model makes one mask for all layers; where it can't fit this one (its rows are padded,
         or more or fewer than another layer's), the mask is made anew from the rows themselves.
         """
-        if self._positions is None:
+        if self._positions is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_):
             return mask
-        padded = min(self._held) < self._rows
         misfit = isinstance(mask, mx.array) and mask.shape[-1] != self._rows
-        if padded or misfit:
+        if misfit or min(self._held) < self._rows:
             positions = self._positions[..., : self._rows]
             mask = visible(positions, self._query_positions(), padding_sees_all=True)
-        if isinstance(mask, mx.array) and mask.ndim == 4 and 1 < mask.shape[1] < query_heads:
-            mask = mx.repeat(mask, query_heads // mask.shape[1], axis=1)
+            mask = for_heads(mask, query_heads)
         return mask
 
     # Sequences -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ remembers the queries that it did that with. Eviction thus waits for the next bl
 
 from __future__ import annotations
 
+import attrs
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
@@ -14,7 +15,7 @@ from .batch import Batch
 from .errors import UnobservedAttentionError
 from .eviction import choose_rows, score_rows
 from .hooks import origin
-from .rows import Rows, lowest
+from .rows import Attended, Rows, lowest
 
 
 class VeloxCache(Batch):
@@ -55,12 +56,21 @@ class VeloxCache(Batch):
         self._held = _add(self._held, self._fresh)
         self._set_offset()
         if self.policy.n_queries and self.policy.queries == "keys":
-            self.observe(keys, keys.shape[-1] ** -0.5)
+            self.observe(Attended(keys, keys.shape[-1] ** -0.5))
         return self.keys_and_values()
 
-    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
-        """Remember the newest block's queries, ``[batch, query_heads, block, head_dim]``."""
-        self._queries, self._scale, self._sinks = queries, scale, sinks
+    def observe(self, seen: Attended) -> None:
+        """Remember what the newest block was attended with. Where layers share this cache, the
+        later ones' query heads join the first one's."""
+        if self._seen is not None and self._seen.queries.shape == seen.queries.shape:
+            heads = self._seen.queries.shape[1] if self.keys is None else self.keys.shape[1]
+            pair = [
+                queries.reshape(queries.shape[0], heads, -1, *queries.shape[2:])
+                for queries in (self._seen.queries, seen.queries)
+            ]
+            shape = (seen.queries.shape[0], -1, *seen.queries.shape[2:])
+            seen = attrs.evolve(seen, queries=mx.concatenate(pair, axis=2).reshape(shape))
+        self._seen = seen
 
     # Eviction ------------------------------------------------------------------------------
 
@@ -70,7 +80,7 @@ class VeloxCache(Batch):
         if self._n_new:
             rows = self._view()
             gone = self._choose(rows)
-            if self.policy.n_queries > 1 and rows.queries is not None:
+            if self.policy.n_queries > 1:
                 keep = self.policy.n_queries - 1
                 self._window = rows.queries[..., -keep:, :]
                 self._window_positions = rows.query_positions[:, -keep:]
@@ -101,27 +111,32 @@ class VeloxCache(Batch):
         keys, values = self.keys_and_values()
         assert self._positions is not None
         positions = self._positions[..., : self._rows]
-        queries, query_positions = None, self._query_positions()
+        query_positions = self._query_positions()
+        seen = self._seen
         if self.policy.n_queries:
-            if self._queries is None:
+            if seen is None:
                 raise UnobservedAttentionError(
                     f"{origin(self.policy)}: layer {self.layer} took in tokens, but its attention "
                     "showed no query, so rows can't be scored. Use queries='keys', which takes "
                     "the incoming keys in the queries' place, or a policy that needs no queries."
                 )
-            queries, query_positions = self._latest_queries(self._queries, query_positions)
+            if self.policy.n_queries > 1 and seen.keys is not None:
+                raise UnobservedAttentionError(
+                    f"{origin(self.policy)} looks at the last {self.policy.n_queries} queries, and "
+                    f"layer {self.layer} attends with other keys than it stores (MLA), so older "
+                    "queries can't be scored again. Use a policy that needs the last one, as TOVA."
+                )
+            seen, query_positions = self._latest_queries(seen, query_positions)
         scores = self._scores
         return Rows(
             keys=keys,
             values=values,
             positions=positions,
             scores=mx.zeros(positions.shape) if scores is None else scores[..., : self._rows],
-            queries=queries,
             query_positions=query_positions,
             newest=mx.array(self._tokens, dtype=mx.int32)[:, None, None] - 1,
             n_new=self._n_new,
-            scale=self._scale,
-            sinks=self._sinks,
+            attended=seen,
             budget=self.budget,
             layer=self.layer,
             scope=self.policy.scope,
@@ -156,8 +171,8 @@ class VeloxCache(Batch):
         else:
             self._n_new -= n
             self._fresh = [fresh - n for fresh in self._fresh]
-            if self._queries is not None:
-                self._queries = self._queries[..., :-n, :]
+            if self._seen is not None:
+                self._seen = self._seen.without_last(n)
         return n
 
     def _untouched(self) -> bool:

@@ -9,9 +9,12 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import storage
 from .policy import Policy
+from .rows import Attended
 from .saving import describe, restore
 
 _LATEST = 2**31 - 1
+
+
 #: Attributes that are arrays with the sequences on their first axis.
 ARRAYS = ("keys", "values", "_positions", "_scores", "_window", "_window_positions")
 
@@ -43,9 +46,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._n_new = 0  # rows of the newest block, padding counted; 0 once it is settled
         self._fresh = [0] * len(self._tokens)  # its real tokens, by sequence
         self._overwritten: mx.array | None = None  # where its row went, if into a hole
-        self._queries: mx.array | None = None
-        self._scale = 1.0
-        self._sinks: mx.array | None = None
+        self._seen: Attended | None = None  # what the model attended to it with
 
     def _settle(self, next_block: int = 0) -> None:
         raise NotImplementedError  # the cache's

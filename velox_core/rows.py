@@ -7,7 +7,34 @@ from typing import Literal
 import attrs
 import mlx.core as mx
 
+from .errors import PolicyHookError
+
 _LAST = 2**31 - 1
+_SLICE = 256  # queries whose attention `received` holds at once
+
+
+@attrs.define(eq=False)
+class Attended:
+    """What the model attended to the newest block with."""
+
+    #: ``[batch, query_heads, n, head_dim]``, the newest last.
+    queries: mx.array
+    #: What the model multiplies ``queries @ keys.T`` with.
+    scale: float
+    #: ``[query_heads]``: a logit more in each softmax's denominator (attention sinks).
+    sinks: mx.array | None = None
+    #: The model squeezes logits as ``cap * tanh(logits / cap)``; 0 where it doesn't.
+    softcap: float = 0.0
+    #: The keys, where the model attends with others than it stores (MLA).
+    keys: mx.array | None = None
+    #: ``[batch, heads, n, rows]``: what the model adds to the logits.
+    bias: mx.array | None = None
+
+    def without_last(self, n: int) -> Attended:
+        """The same without the newest ``n`` tokens."""
+        keys = None if self.keys is None else self.keys[:, :, :-n]
+        bias = None if self.bias is None else self.bias[..., :-n, :-n]
+        return attrs.evolve(self, queries=self.queries[:, :, :-n], keys=keys, bias=bias)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -27,27 +54,31 @@ class Rows:
     #: ``[batch, heads or 1, rows]`` float32: what ``score`` returned last time, moved along with
     #: the rows; 0 for rows that weren't there yet.
     scores: mx.array
-    #: ``[batch, query_heads, n, head_dim]``: the latest queries, the newest last; ``None`` for a
-    #: policy with ``n_queries = 0``.
-    queries: mx.array | None
     #: ``[batch, n]`` int32: the queries' positions; -1 is no query.
     query_positions: mx.array
     #: ``[batch, 1, 1]`` int32: the position of each sequence's newest token.
     newest: mx.array
     #: How many tokens the newest block had (padding of a batch counted).
     n_new: int
-    #: What the model multiplies ``queries @ keys.T`` with.
-    scale: float
-    #: ``[query_heads]``: the model's attention sinks (a logit in each softmax's denominator).
-    sinks: mx.array | None
     #: Rows that this layer keeps.
     budget: int
     #: Index of the layer.
     layer: int
     #: The policy's scope.
     scope: Literal["layer", "head"]
+    #: The latest queries and what else the attention has; ``None`` with ``n_queries = 0``.
+    attended: Attended | None
     #: Whether some rows are empty or some queries missing, so that they must be masked.
     padded: bool
+
+    @property
+    def queries(self) -> mx.array:
+        """``[batch, query_heads, n, head_dim]``: the latest queries, the newest last."""
+        if self.attended is None:
+            raise PolicyHookError(
+                "A policy sees queries only if it asks: set n_queries in its class to at least 1."
+            )
+        return self.attended.queries
 
     def attention(self, last: int = 1) -> mx.array:
         """The softmaxed attention of the ``last`` newest queries over the rows, causal.
@@ -56,26 +87,52 @@ class Rows:
             ``[batch, query_heads, last, rows]`` float32. Empty rows, rows newer than the query
             and missing queries have 0.
         """
-        assert self.queries is not None, "set n_queries to at least 1 to see queries"
         queries = self.queries[..., -last:, :].astype(mx.float32)
+        seen = self.attended
+        assert seen is not None
+        keys = (self.keys if seen.keys is None else seen.keys).astype(mx.float32)
         batch, query_heads, last, dim = queries.shape
-        kv_heads = self.keys.shape[1]
-        grouped = queries.reshape(batch, kv_heads, -1, dim) * self.scale
-        logits = grouped @ self.keys.astype(mx.float32).swapaxes(-1, -2)
-        # [batch, kv_heads, group, last, rows]
-        logits = logits.reshape(batch, kv_heads, query_heads // kv_heads, last, -1)
-        visible = self._visible(last)
-        if visible is not None:
-            logits = mx.where(visible, logits, mx.finfo(mx.float32).min)
-        if self.sinks is not None:
-            sinks = self.sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1, 1)
+        grouped = queries.reshape(batch, keys.shape[1], -1, dim) * seen.scale
+        logits = (grouped @ keys.swapaxes(-1, -2)).reshape(batch, query_heads, last, -1)
+        if seen.softcap:
+            logits = mx.tanh(logits / seen.softcap) * seen.softcap
+        if seen.bias is not None:
+            logits = logits + seen.bias[..., -last:, :].astype(mx.float32)
+        mask = self._visible(last, query_heads)
+        if mask is not None:
+            logits = mx.where(mask, logits, mx.finfo(mx.float32).min)
+        if seen.sinks is None:
+            weights = mx.softmax(logits, axis=-1)
+        else:
+            sinks = seen.sinks.astype(mx.float32)[:, None, None]
             sinks = mx.broadcast_to(sinks, (*logits.shape[:-1], 1))
             weights = mx.softmax(mx.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
-        else:
-            weights = mx.softmax(logits, axis=-1)
-        if visible is not None:
-            weights = mx.where(visible, weights, 0)
-        return weights.reshape(batch, query_heads, last, -1)
+        return weights if mask is None else mx.where(mask, weights, 0)
+
+    def received(self, last: int) -> mx.array:
+        """What each row got from the ``last`` newest queries together: their attention, summed.
+
+        However many queries, the weights of a few only are in memory at once.
+
+        Returns:
+            ``[batch, query_heads, rows]`` float32
+        """
+        if last <= _SLICE:
+            return self.attention(last).sum(axis=2)
+        assert self.queries is not None, "set n_queries to at least 1 to see queries"
+        total = mx.zeros((*self.queries.shape[:2], self.keys.shape[2]))
+        for start in range(0, last, _SLICE):
+            part = slice(start - last, min(start - last + _SLICE, 0) or None)
+            queries = mx.depends([self.queries[..., part, :]], [total])[0]  # one after another
+            view = attrs.evolve(
+                self,
+                queries=queries,
+                query_positions=self.query_positions[:, part],
+                bias=None if self.bias is None else self.bias[..., part, :],
+                padded=True,
+            )
+            total = total + view.attention(queries.shape[2]).sum(axis=2)
+        return total
 
     def pool(self, weights: mx.array) -> mx.array:
         """The mean over query heads: over all of them for scope ``"layer"``, over each KV head's
@@ -92,11 +149,11 @@ class Rows:
         batch, kv_heads = self.keys.shape[:2]
         return weights.reshape(batch, kv_heads, -1, *weights.shape[2:]).mean(axis=2)
 
-    def _visible(self, last: int) -> mx.array | None:
+    def _visible(self, last: int, query_heads: int) -> mx.array | None:
         if last == 1 and not self.padded:
             return None  # the newest query sees every row
         mask = visible(self.positions, self.query_positions[:, -last:])
-        return mask[:, :, None]  # [batch, heads or 1, 1, last, rows]
+        return for_heads(mask, query_heads)  # [batch, query_heads or 1, last, rows]
 
 
 def visible(
@@ -123,6 +180,12 @@ def visible(
     if window is not None:
         mask = mask & (rows > queries - window)
     return mask | (queries < 0) if padding_sees_all else mask
+
+
+def for_heads(mask: mx.array, query_heads: int) -> mx.array:
+    """A mask ``[batch, kv_heads or 1, …]`` with each KV head's part repeated for its group."""
+    heads = mask.shape[1]
+    return mask if heads in (1, query_heads) else mx.repeat(mask, query_heads // heads, axis=1)
 
 
 def lowest(scores: mx.array, positions: mx.array, count: int) -> mx.array:
