@@ -119,16 +119,17 @@ class Rows:
         """
         if last <= _SLICE:
             return self.attention(last).sum(axis=2)
-        assert self.queries is not None, "set n_queries to at least 1 to see queries"
-        total = mx.zeros((*self.queries.shape[:2], self.keys.shape[2]))
+        seen = self.attended
+        assert seen is not None
+        total = mx.zeros((*seen.queries.shape[:2], self.keys.shape[2]))
         for start in range(0, last, _SLICE):
             part = slice(start - last, min(start - last + _SLICE, 0) or None)
-            queries = mx.depends([self.queries[..., part, :]], [total])[0]  # one after another
+            queries = mx.depends([seen.queries[..., part, :]], [total])[0]  # one after another
+            bias = None if seen.bias is None else seen.bias[..., part, :]
             view = attrs.evolve(
                 self,
-                queries=queries,
+                attended=attrs.evolve(seen, queries=queries, bias=bias),
                 query_positions=self.query_positions[:, part],
-                bias=None if self.bias is None else self.bias[..., part, :],
                 padded=True,
             )
             total = total + view.attention(queries.shape[2]).sum(axis=2)
