@@ -29,10 +29,22 @@ def observe(model: Any) -> int:
         How many modules have one; 0 means that the model's attention can't be observed.
     """
     modules = {sys.modules[type(layer).__module__] for layer in model.modules()}
-    found = [module for module in modules if hasattr(module, NAME)]
-    for module in found:
+    named = [module for module in modules if hasattr(module, NAME)]
+    for module in named:
         _wrap(module)
-    return len(found)
+    explicit = [module for module in modules if module.__name__ == "mlx_lm.models.gemma2"]
+    for module in explicit:
+        _wrap_gemma2(module)
+    return len(named) + len(explicit)
+
+
+def _watches(cache: Any) -> bool:
+    """Whether the queries are wanted that attend to this cache."""
+    return (
+        isinstance(cache, VeloxCache)
+        and cache.policy.n_queries > 0
+        and cache.policy.queries == "model"
+    )
 
 
 def _wrap(module: ModuleType) -> None:
@@ -56,7 +68,7 @@ def _wrap(module: ModuleType) -> None:
                 # MLX would take this under "causal" without a word and give wrong results.
                 raise AssertionError("fewer keys than queries")
             mask = cache.attention_mask(mask, queries.shape[1])
-            if cache.policy.n_queries and cache.policy.queries == "model":
+            if _watches(cache):
                 cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
         if sinks is not None:
             more["sinks"] = sinks
@@ -64,6 +76,31 @@ def _wrap(module: ModuleType) -> None:
 
     attention.velox_wraps = original  # type: ignore[attr-defined]
     setattr(module, NAME, attention)
+
+
+def _wrap_gemma2(module: ModuleType) -> None:
+    """Gemma 2 writes its softcapped attention out, so its queries are made once more."""
+    original = module.Attention.__call__
+    if hasattr(original, "velox_wraps"):
+        return
+
+    @functools.wraps(original)
+    def attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> Any:
+        if not isinstance(cache, VeloxCache):
+            return original(self, x, mask, cache)
+        offset = cache.offset
+        if isinstance(mask, mx.array) and mask.ndim == 4:
+            mask = mask[:, :, None]  # its scores have an axis for the group of each KV head
+        output = original(self, x, mask, cache)
+        if _watches(cache):
+            queries = self.q_proj(x).reshape(*x.shape[:2], self.n_heads, -1).transpose(0, 2, 1, 3)
+            queries = self.rope(queries, offset=offset)
+            cap = self.attn_logit_softcapping
+            cache.observe(Attended(queries, self.scale, softcap=cap))
+        return output
+
+    attention.velox_wraps = original  # type: ignore[attr-defined]
+    module.Attention.__call__ = attention
 
 
 def _attended(

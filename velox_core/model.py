@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from .attention import observe
 from .cache import VeloxCache
 from .errors import UnobservedAttentionError, UnsupportedModelError, VeloxError
 from .policy import Policy
 
-#: Caches that hold a bounded state, or are bounded by the model itself: they stay as they are.
-BOUNDED = ("RotatingKVCache", "ArraysCache", "ChunkedKVCache", "MambaCache")
+#: Caches that are bounded by the model itself: they stay as they are.
+BOUNDED = ("RotatingKVCache", "ArraysCache", "ChunkedKVCache")
+
+#: Models that keep the plain caches of a layer in a CacheList and use each by itself.
+SPLITTABLE = ("baichuan_m1", "falcon_h1", "longcat_flash", "longcat_flash_ngram")
+
+#: Models that would go wrong, without a word, on rows with gaps between them.
+REFUSED = {
+    "afm7": "its reuse layers take the number of rows for the position",
+    "deepseek_v32": "its indexer picks rows by their place in the cache",
+    "glm_moe_dsa": "its indexer picks rows by their place in the cache",
+    "minimax_m3_vl": "its indexer picks rows by their place in the cache",
+    "phi3small": "its block-sparse layers mask rows by their place in the cache",
+}
 
 
 def make_cache(model: Any, policy: Policy) -> list[Any]:
@@ -36,31 +49,48 @@ def make_cache(model: Any, policy: Policy) -> list[Any]:
     name = type(model).__module__.rpartition(".")[2]
     if not caches:
         raise UnsupportedModelError(f"The model {name} has no layers, so nothing can be bounded.")
-    for layer, cache in enumerate(caches):
-        kind = type(cache).__name__
-        if type(cache) is not KVCache and kind not in BOUNDED:
-            raise UnsupportedModelError(
-                f"The model {name} can't be bounded: layer {layer} has a cache of type {kind}, "
-                f"and velox replaces only plain KVCache entries and keeps {', '.join(BOUNDED)}."
-            )
-    if not any(type(cache) is KVCache for cache in caches):
+    if name in REFUSED:
+        raise UnsupportedModelError(f"The model {name} can't be bounded: {REFUSED[name]}.")
+    bounded = [
+        _bounded(name, cache, policy, policy.layer_budget(layer, len(caches)), layer)
+        for layer, cache in enumerate(caches)
+    ]
+    if not any(velox_caches(bounded)):
         kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
         raise UnsupportedModelError(
             f"The model {name} has no cache to bound: its layers have {kinds}, which don't grow "
             "with the text."
         )
-    observed = observe(model)
-    if policy.n_queries and policy.queries == "model" and not observed:
+    if not observe(model) and policy.n_queries and policy.queries == "model":
         raise UnobservedAttentionError(
             f"The attention of the model {name} can't be observed: its modules don't use mlx-lm's "
             "scaled_dot_product_attention. Use queries='keys', which takes the incoming keys in "
             "the queries' place, or a policy that needs no queries."
         )
-    budgets = [policy.layer_budget(layer, len(caches)) for layer in range(len(caches))]
-    return [
-        VeloxCache(policy, budgets[layer], layer) if type(cache) is KVCache else cache
-        for layer, cache in enumerate(caches)
-    ]
+    return bounded
+
+
+def velox_caches(caches: Iterable[Any]) -> Iterator[VeloxCache]:
+    """The ``VeloxCache``s of a cache list, those inside a ``CacheList`` too."""
+    for cache in caches:
+        if isinstance(cache, VeloxCache):
+            yield cache
+        elif isinstance(cache, CacheList):
+            yield from velox_caches(cache.caches)
+
+
+def _bounded(model: str, cache: Any, policy: Policy, budget: int, layer: int) -> Any:
+    kind = type(cache).__name__
+    if type(cache) is KVCache:
+        return VeloxCache(policy, budget, layer)
+    if kind in BOUNDED:
+        return cache
+    if type(cache) is CacheList and model in SPLITTABLE:
+        return CacheList(*(_bounded(model, part, policy, budget, layer) for part in cache.caches))
+    raise UnsupportedModelError(
+        f"The model {model} can't be bounded: layer {layer} has a cache of type {kind}, and velox "
+        f"replaces only plain KVCache entries and keeps {', '.join(BOUNDED)} as they are."
+    )
 
 
 def _own_caches(model: Any) -> list[Any]:
