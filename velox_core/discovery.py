@@ -138,7 +138,8 @@ def _declared(dist: Distribution, key: str) -> Iterator[InstalledPolicy]:
     except Exception as error:
         fault = f"unreadable metadata: {one_line(error)}"
     for policy, value in entries:
-        target = re.sub(r"\s+|\[.*\]", "", value)  # without extras, which nobody uses any more
+        # Blanks around the colon are allowed; extras behind are, and nobody uses them any more.
+        target = re.sub(r"\s*\[.*\]$", "", re.sub(r"\s*:\s*", ":", value))
         yield InstalledPolicy(
             name=policy,
             distribution=name,

@@ -1,0 +1,262 @@
+"""``velox generate``: text from a model whose cache keeps a fixed size."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .output import console, table
+
+
+@click.command()
+@click.option("--model", required=True, help="A model's folder, or its name on the model hub.")
+@click.option("--policy", "name", required=True, help="The eviction policy; see `velox policies`.")
+@click.option("--budget", type=int, help="Rows that each layer keeps [default: the policy's].")
+@click.option(
+    "--option",
+    "-o",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any option of the policy; repeatable. Values are JSON, or else taken as text.",
+)
+@click.option("--prompt", "-p", help="The prompt.")
+@click.option("--prompt-file", "-f", help="A UTF-8 file with the prompt, or - for standard input.")
+@click.argument("stdin", required=False, metavar="[-]", type=click.Choice(["-"]))
+@click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
+@click.option("--seed", type=int, help="Seed of the sampling.")
+@click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Tokens of the prompt that are read at once; rows are evicted between.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead.")
+def generate(
+    model: str,
+    name: str,
+    budget: int | None,
+    options: tuple[str, ...],
+    prompt: str | None,
+    prompt_file: str | None,
+    stdin: str | None,
+    max_tokens: int,
+    temp: float,
+    seed: int | None,
+    raw: bool,
+    prefill_step_size: int,
+    as_json: bool,
+) -> None:
+    """Generate text, with the model's KV cache kept at a fixed size.
+
+    The text goes to standard output, a table of what the cache held to standard error.
+    A lone - reads the prompt from standard input.
+    """
+    from ..registry import load_policy
+
+    # What can be checked before a model is loaded is checked before.
+    text = read_prompt(prompt, prompt_file, stdin)
+    policy = load_policy(name, **parse_options(options, budget))
+
+    import mlx.core as mx
+    import mlx_lm
+    from mlx_lm.sample_utils import make_sampler
+
+    from ..model import make_cache
+
+    network, tokenizer = load_model(model)
+    tokens = encode(tokenizer, text, raw)
+    cache = make_cache(network, policy)
+    if seed is not None:
+        mx.random.seed(seed)
+    mx.reset_peak_memory()
+    written, last = "", None
+    with progress(len(tokens)) as advance:
+        for last in mlx_lm.stream_generate(
+            network,
+            tokenizer,
+            tokens,
+            max_tokens=max_tokens,
+            sampler=make_sampler(temp=temp),
+            prompt_cache=cache,
+            prefill_step_size=prefill_step_size,
+            prompt_progress_callback=advance,
+        ):
+            written += last.text
+            if not as_json:
+                click.echo(last.text, nl=False)  # which flushes
+    assert last is not None  # mlx-lm's last response comes even where the first token ends it
+    result = {
+        "text": written,
+        "model": model,
+        "policy": name,
+        "options": policy.options(),
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "finish_reason": last.finish_reason,
+        **held(cache),
+        "prompt_tps": last.prompt_tps,
+        "generation_tps": last.generation_tps,
+        "peak_memory": mx.get_peak_memory(),
+    }
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        click.echo()
+        console(stderr=True).print(table(("", name), describe(result)))
+
+
+def read_prompt(prompt: str | None, file: str | None, stdin: str | None) -> str:
+    """The prompt, from whichever of the three places was named.
+
+    The line end at the end of a file isn't part of it: a small model answers quite differently.
+    """
+    if [prompt, file, stdin].count(None) != 2:
+        raise click.UsageError("give one prompt: --prompt TEXT, --prompt-file FILE, or -")
+    if prompt is None:
+        piped = stdin == "-" or file == "-"
+        where = "standard input" if piped else str(file)
+        try:
+            data = sys.stdin.buffer.read() if piped else Path(where).read_bytes()
+            prompt = data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"the prompt in {where} isn't UTF-8 text: {error}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise click.UsageError(f"can't read the prompt from {where}: {reason}") from error
+    if not prompt.strip():
+        raise click.UsageError("the prompt is empty")
+    return prompt
+
+
+def parse_options(options: tuple[str, ...], budget: int | None) -> dict[str, Any]:
+    """``--option`` and ``--budget`` as ``load_policy`` takes them."""
+    parsed: dict[str, Any] = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals or not key:
+            raise click.UsageError(f"--option {option!r} must be key=value")
+        if key == "protect":  # load_policy's own, and nothing that fits on a command line
+            raise click.UsageError("'protect' can't be given as an --option")
+        try:
+            parsed[key] = json.loads({"True": "true", "False": "false"}.get(value, value))
+        except ValueError:
+            parsed[key] = value
+    if budget is not None:
+        if "budget" in parsed:
+            raise click.UsageError("give the budget once: --budget or --option budget=…")
+        parsed["budget"] = budget
+    return parsed
+
+
+def load_model(name: str) -> tuple[Any, Any]:
+    """The model and its tokenizer, or a one-line error."""
+    import mlx_lm
+
+    path = Path(name).expanduser()
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise click.ClickException(f"there is no model folder {name}")
+    try:
+        loaded: Any = mlx_lm.load(str(path) if path.exists() else name)
+    except Exception as error:  # a broken folder, an unknown architecture, a hub out of reach
+        raise click.ClickException(
+            f"can't load the model {name!r}: {type(error).__name__}: {error}"
+        ) from error
+    model, tokenizer = loaded
+    return model, tokenizer
+
+
+def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
+    """The prompt's tokens, as a user's message in the chat template where there is one."""
+    if raw or not tokenizer.has_chat_template:
+        tokens = list(tokenizer.encode(text))
+    else:
+        try:
+            tokens = list(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], add_generation_prompt=True
+                )
+            )
+        except Exception as error:  # templates are programs that come with the model
+            raise click.ClickException(
+                f"the model's chat template fails: {error}; --raw goes without it"
+            ) from error
+    if not tokens:
+        raise click.UsageError("the prompt has no tokens")
+    return tokens
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while the prompt is read, if that is a terminal; gone before the text."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    terminal = console(stderr=True)
+    if not terminal.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=terminal, transient=True) as bar:
+        task = bar.add_task("prompt", total=total)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done)
+            if done == total:
+                bar.stop()
+
+        yield advance
+
+
+def held(cache: list[Any]) -> dict[str, Any]:
+    """What the caches hold, one a layer. Layers that velox left alone count with their bytes."""
+    from ..cache import VeloxCache
+
+    ours = [layer for layer in cache if isinstance(layer, VeloxCache)]
+    others = sum(layer.nbytes for layer in cache if not isinstance(layer, VeloxCache))
+    kept = sum(layer.kept_bytes for layer in ours) + others
+    full = sum(layer.full_bytes for layer in ours) + others
+    return {
+        "tokens_seen": max((layer.tokens_seen for layer in ours), default=0),
+        "rows_kept": [layer.tokens_kept for layer in ours],
+        "kept_bytes": kept,
+        "full_bytes": full,
+        "compression_ratio": full / kept if kept else 1.0,
+    }
+
+
+def describe(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the table."""
+    rows = sorted(set(result["rows_kept"])) or [0]
+    span = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
+    kept, full = megabytes(result["kept_bytes"]), megabytes(result["full_bytes"])
+    return [
+        ("tokens seen", f"{result['tokens_seen']:,}"),
+        ("rows kept", f"{span} a layer"),
+        ("cache", f"{kept}, against {full} without eviction ({result['compression_ratio']:.1f}x)"),
+        ("prompt", f"{result['prompt_tokens']:,} tokens, {result['prompt_tps']:.1f} tokens/s"),
+        (
+            "generation",
+            f"{result['generation_tokens']:,} tokens, {result['generation_tps']:.1f} tokens/s",
+        ),
+        ("peak memory", megabytes(result["peak_memory"])),
+    ]
+
+
+def megabytes(n: int) -> str:
+    """A number of bytes for people."""
+    return f"{n / 1e6:,.1f} MB"
