@@ -67,9 +67,9 @@ def _wrap(module: ModuleType) -> None:
             if keys.shape[2] < queries.shape[2]:
                 # MLX would take this under "causal" without a word and give wrong results.
                 raise AssertionError("fewer keys than queries")
-            mask = cache.attention_mask(mask, queries.shape[1])
             if _watches(cache):
                 cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
+            mask = cache.attention_mask(mask, queries.shape[1])
         if sinks is not None:
             more["sinks"] = sinks
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)

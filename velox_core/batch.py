@@ -95,9 +95,7 @@ class Batch(Contents):
 
     # Masks ---------------------------------------------------------------------------------
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> Any:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask for a coming block of ``N`` tokens; mlx-lm asks before ``update_and_fetch``."""
         self._settle(next_block=N)
         fresh = self._real_tokens(N)
@@ -220,6 +218,10 @@ class Batch(Contents):
         if self._coming is not None:
             self._coming = [self._coming[i] for i in sequences]
         self._forget_block()
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        """Let rows go that are empty in every sequence."""
         count = self._rows - max(self._held)
         if count and self._positions is not None:
             positions = self._positions[..., : self._rows]

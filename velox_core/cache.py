@@ -80,16 +80,20 @@ class VeloxCache(Batch):
         if self._n_new:
             rows = self._view()
             gone = self._choose(rows)
-            if self.policy.n_queries > 1:
-                keep = self.policy.n_queries - 1
-                self._window = rows.queries[..., -keep:, :]
-                self._window_positions = rows.query_positions[:, -keep:]
+            self._slide_window(rows)
             self._held = [min(held, self.budget) for held in self._held]
             self._forget_block()
             self._hole = gone
         if self._hole is not None and not (next_block == 1 and self._hole.shape[-1] == 1):
             self._close_up(self._hole)
             self._hole = None
+
+    def _slide_window(self, rows: Rows) -> None:
+        """Keep the queries that ``score`` will want beside those of the next block."""
+        keep = self.policy.n_queries - 1
+        if keep > 0:
+            self._window = rows.queries[..., -keep:, :]
+            self._window_positions = rows.query_positions[:, -keep:]
 
     def _choose(self, rows: Rows) -> mx.array | None:
         """Indices of the rows to go, ``[batch, heads or 1, count]``; None if all may stay."""

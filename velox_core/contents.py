@@ -35,6 +35,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._window: mx.array | None = None  # the latest queries before the newest block
         self._window_positions: mx.array | None = None
         self._rows = 0  # rows in use of the capacity
+        self._limit = budget + 1  # the capacity that decoding needs
         self._tokens = [0]  # tokens seen, by sequence (a single number unless merged)
         self._held = [0]  # rows that aren't empty, by sequence
         self._merged = False
@@ -62,7 +63,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         return self.keys, self.values
 
     def _append(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
-        start, limit = self._rows, self.budget + 1  # decoding holds one row above the budget
+        start, limit = self._rows, self._limit
         self._rows += self._n_new
         self._positions = storage.write(self._positions, positions, start, limit)
         beside = [self._positions, self._window, self._window_positions]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -10,7 +11,13 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from .attention import observe
 from .cache import VeloxCache
-from .errors import UnobservedAttentionError, UnsupportedModelError, VeloxError
+from .errors import (
+    PolicyConfigError,
+    UnobservedAttentionError,
+    UnsupportedModelError,
+    VeloxError,
+)
+from .lookback import LookbackCache
 from .policy import Policy
 
 #: Caches that are bounded by the model itself: they stay as they are.
@@ -29,12 +36,17 @@ REFUSED = {
 }
 
 
-def make_cache(model: Any, policy: Policy) -> list[Any]:
+def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
     """The model's own list of caches, with each plain ``KVCache`` replaced by a ``VeloxCache``.
 
     Args:
         model: an mlx-lm model.
         policy: from ``load_policy``.
+        lookback: for speculative decoding, at least the tokens of one round (drafted ones and one
+            more): each layer then gets a ``LookbackCache``, which takes back that many tokens
+            exactly and evicts in such blocks token by token, as if nothing were speculative.
+            Default 0: a block is attended whole and cut once, and only the newest block's tokens
+            can be taken back once rows have gone.
 
     Returns:
         One cache a layer, for ``prompt_cache=`` of mlx-lm's functions.
@@ -45,14 +57,22 @@ def make_cache(model: Any, policy: Policy) -> list[Any]:
         PolicyConfigError: a budget sequence of another length than the model's layers.
     """
     policy.hooks()
+    if isinstance(lookback, bool) or not isinstance(lookback, int) or lookback < 0:
+        raise PolicyConfigError(f"lookback={lookback!r} isn't allowed; 0 or more tokens are.")
+    make = partial(LookbackCache, lookback=lookback) if lookback else VeloxCache
     caches = _own_caches(model)
     name = type(model).__module__.rpartition(".")[2]
     if not caches:
         raise UnsupportedModelError(f"The model {name} has no layers, so nothing can be bounded.")
+    if lookback and name == "gemma2":
+        raise UnsupportedModelError(
+            "The model gemma2 writes its attention out, so a block's tokens can't evict one by "
+            "one: use lookback=0."
+        )
     if name in REFUSED:
         raise UnsupportedModelError(f"The model {name} can't be bounded: {REFUSED[name]}.")
     bounded = [
-        _bounded(name, cache, policy, policy.layer_budget(layer, len(caches)), layer)
+        _bounded(name, cache, partial(make, policy, policy.layer_budget(layer, len(caches)), layer))
         for layer, cache in enumerate(caches)
     ]
     if not any(velox_caches(bounded)):
@@ -79,16 +99,16 @@ def velox_caches(caches: Iterable[Any]) -> Iterator[VeloxCache]:
             yield from velox_caches(cache.caches)
 
 
-def _bounded(model: str, cache: Any, policy: Policy, budget: int, layer: int) -> Any:
+def _bounded(model: str, cache: Any, make: Callable[[], VeloxCache]) -> Any:
     kind = type(cache).__name__
     if type(cache) is KVCache:
-        return VeloxCache(policy, budget, layer)
+        return make()
     if kind in BOUNDED:
         return cache
     if type(cache) is CacheList and model in SPLITTABLE:
-        return CacheList(*(_bounded(model, part, policy, budget, layer) for part in cache.caches))
+        return CacheList(*(_bounded(model, part, make) for part in cache.caches))
     raise UnsupportedModelError(
-        f"The model {model} can't be bounded: layer {layer} has a cache of type {kind}, and velox "
+        f"The model {model} can't be bounded: a layer has a cache of type {kind}, and velox "
         f"replaces only plain KVCache entries and keeps {', '.join(BOUNDED)} as they are."
     )
 
@@ -111,17 +131,18 @@ class apply:
     Args:
         model: an mlx-lm model.
         policy: from ``load_policy``.
+        lookback: as for ``make_cache``.
 
     Raises:
         VeloxError: a policy is applied to the model already; and what ``make_cache`` raises.
     """
 
-    def __init__(self, model: Any, policy: Policy) -> None:
+    def __init__(self, model: Any, policy: Policy, *, lookback: int = 0) -> None:
         if "make_cache" in vars(model):
             raise VeloxError("A policy is applied to this model already: remove() it first.")
-        make_cache(model, policy)  # whatever can be wrong is found now
+        make_cache(model, policy, lookback=lookback)  # whatever can be wrong is found now
         self.model = model
-        model.make_cache = lambda: make_cache(model, policy)
+        model.make_cache = lambda: make_cache(model, policy, lookback=lookback)
 
     def remove(self) -> None:
         """Give the model its own caches back. Doing so twice does no harm."""
