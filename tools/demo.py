@@ -2,10 +2,9 @@
 
     python tools/demo.py [--model PATH_OR_ID] [--text FILE] …
 
-Each cache reads the same prompt in blocks, as mlx-lm feeds prompts; the prompt's last tokens then
-go in one at a time, as in decoding; then the model goes on with the text by itself. The two
-perplexities are apart because RotatingKVCache sees its four first tokens only when it gets one
-token at a time: in a block of any size its mask hides them.
+Each cache reads the same prompt in blocks, as mlx-lm feeds prompts; then the model goes on with the
+text by itself. In a block of several tokens RotatingKVCache's own mask hides its first tokens, so
+StreamingLLM, which keeps the same rows and sees them all, stands beside it where it is installed.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Result:
 
     name: str
     block: int
-    block_perplexity: float
-    step_perplexity: float
+    perplexity: float
     rows: int
     nbytes: int
     prompt_speed: float
@@ -54,20 +52,15 @@ def measure(
     cache: list[Any],
     block: int,
     scored: int,
-    steps: int,
     generate: int,
     advance: Callable[[int], object],
 ) -> Result:
     """Read the tokens with this cache, then generate, greedily."""
     from mlx_lm.generate import generate_step
 
-    in_blocks = len(tokens) - steps
     started = time.perf_counter()
-    block_nll = stream_nll(
-        model, tokens[:in_blocks], cache, block, max(in_blocks - scored, 1), advance
-    )
+    nll = stream_nll(model, tokens, cache, block, len(tokens) - scored, advance)
     read = time.perf_counter() - started
-    step_nll = stream_nll(model, tokens[in_blocks - 1 :], cache, 1, 1, advance)
     rows = max(layer.size() for layer in cache)
     nbytes = sum(layer.nbytes for layer in cache)
 
@@ -81,11 +74,10 @@ def measure(
     return Result(
         name=name,
         block=block,
-        block_perplexity=perplexity(block_nll),
-        step_perplexity=perplexity(step_nll),
+        perplexity=perplexity(nll),
         rows=rows,
         nbytes=nbytes,
-        prompt_speed=(in_blocks - 1) / read,
+        prompt_speed=(len(tokens) - 1) / read,
         decode_speed=len(generated) / decode,
         text=tokenizer.decode(generated),
     )
@@ -98,7 +90,6 @@ def compare(
     budget: int,
     blocks: tuple[int, ...],
     scored: int,
-    steps: int,
     generate: int,
     console: Console,
 ) -> list[Result]:
@@ -114,6 +105,9 @@ def compare(
         "rotating": lambda: [kinds.RotatingKVCache(budget, keep=SINKS) for _ in model.layers],
         "TOVA": lambda: velox_core.make_cache(model, policy),
     }
+    if any(found.name == "streaming" for found in velox_core.installed_policies()):
+        streaming = velox_core.load_policy("streaming", budget=budget, n_sink=SINKS)
+        caches["StreamingLLM"] = lambda: velox_core.make_cache(model, streaming)
     # The first call compiles kernels, which no cache should be charged with.
     mx.eval(model(mx.array([tokens[: blocks[0]]]), cache=caches["full"]()))
     results = []
@@ -132,14 +126,14 @@ def compare(
                 results.append(
                     measure(
                         name, model, tokenizer, tokens, make(), block,
-                        scored, steps, generate, advance,
+                        scored, generate, advance,
                     )
                 )  # fmt: skip
                 mx.clear_cache()
     return results
 
 
-def report(results: list[Result], scored: int, steps: int, console: Console) -> None:
+def report(results: list[Result], scored: int, console: Console) -> None:
     """Print the table and how each text went on."""
     full = results[0]
     table = Table(
@@ -147,13 +141,12 @@ def report(results: list[Result], scored: int, steps: int, console: Console) -> 
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
-        caption=f"{steps:,} tokens scored one by one at the end, {scored:,} in blocks before them; "
-        "beside the full cache in brackets",
+        caption=f"perplexity of the prompt's last {scored:,} tokens; in brackets, "
+        "beside the full cache",
     )
     table.add_column("cache,\nblock", no_wrap=True)
     for title in (
-        "perplexity\nin blocks",
-        "perplexity\none by one",
+        "perplexity",
         "rows",
         "MiB",
         "prompt\ntok/s",
@@ -163,8 +156,7 @@ def report(results: list[Result], scored: int, steps: int, console: Console) -> 
     for result in results:
         table.add_row(
             f"{result.name}, {result.block}",
-            f"{result.block_perplexity:.2f}",
-            f"{result.step_perplexity:.2f}",
+            f"{result.perplexity:.2f}",
             f"{result.rows:,}",
             f"{result.nbytes / 2**20:,.1f} ({result.nbytes / full.nbytes:.2f})",
             f"{result.prompt_speed:,.0f}",
@@ -188,12 +180,13 @@ def warn_of_slow_blas(console: Console) -> None:
 @click.option("--model", "model_path", help="Folder or hub id.  [default: SmolLM2-135M, offline]")
 @click.option("--text", "text_path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="A UTF-8 file to read.  [default: Python's help topics]")  # fmt: skip
-@click.option("--tokens", default=3072, help="Length of the prompt.")
+@click.option("--tokens", default=6144, help="Length of the prompt.")
 @click.option("--budget", default=512, help="Rows that the small caches keep.")
 @click.option("--block", "blocks", multiple=True, default=(256, 16), type=click.IntRange(min=1),
               help="Tokens that are fed at a time; may be given again.")  # fmt: skip
-@click.option("--scored", default=2000, help="Tokens scored in blocks.")
-@click.option("--steps", default=128, type=click.IntRange(min=1), help="Then scored one by one.")
+@click.option(
+    "--scored", default=2000, type=click.IntRange(min=1), help="Tokens scored at the end."
+)
 @click.option("--generate", default=64, type=click.IntRange(min=1), help="Tokens to generate.")
 def main(
     model_path: str | None,
@@ -202,12 +195,11 @@ def main(
     budget: int,
     blocks: tuple[int, ...],
     scored: int,
-    steps: int,
     generate: int,
 ) -> None:
     """Read a long prompt with full, rotating and TOVA caches; show what each costs and loses."""
-    if tokens < scored + steps + 1:
-        raise click.UsageError(f"--tokens must be over --scored + --steps = {scored + steps}")
+    if tokens <= scored:
+        raise click.UsageError(f"--tokens must be over --scored, {scored}")
     console = Console()
     warn_of_slow_blas(console)
     if model_path is None:
@@ -221,8 +213,8 @@ def main(
     model, tokenizer = mlx_lm.load(model_path)[:2]
     text = text_path.read_text(encoding="utf-8") if text_path else None
     prompt = text_tokens(tokenizer, tokens, text)
-    results = compare(model, tokenizer, prompt, budget, blocks, scored, steps, generate, console)
-    report(results, scored, steps, console)
+    results = compare(model, tokenizer, prompt, budget, blocks, scored, generate, console)
+    report(results, scored, console)
 
 
 if __name__ == "__main__":

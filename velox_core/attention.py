@@ -64,9 +64,9 @@ def _wrap(module: ModuleType) -> None:
         **more: Any,
     ) -> mx.array:
         if isinstance(cache, VeloxCache):
-            if keys.shape[2] < queries.shape[2]:
-                # MLX would take this under "causal" without a word and give wrong results.
-                raise AssertionError("fewer keys than queries")
+            rows = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
+            # MLX would take fewer under "causal" without a word, and give wrong results.
+            assert rows >= queries.shape[2], "fewer keys than queries"
             if _watches(cache):
                 cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
             mask = cache.attention_mask(mask, queries.shape[1])
@@ -104,14 +104,14 @@ def _wrap_gemma2(module: ModuleType) -> None:
 
 
 def _attended(
-    queries: mx.array, keys: mx.array, cache: VeloxCache, scale: float, mask: Any, sinks: Any
+    queries: mx.array, keys: Any, cache: VeloxCache, scale: float, mask: Any, sinks: Any
 ) -> Attended:
-    assert cache.keys is not None
-    _, heads, _, dim = cache.keys.shape
     seen = Attended(queries, scale, sinks)
-    if keys.shape[1] == heads and keys.shape[3] == dim and not _is_bias(mask):
+    if isinstance(keys, tuple):  # quantised: always those of the cache
         return seen
-    if heads > 1 and cache.policy.scope == "head":
+    if keys.shape[1::2] == (cache.kv_heads, cache.head_dim) and not _is_bias(mask):
+        return seen
+    if cache.kv_heads > 1 and cache.policy.scope == "head":
         raise UnsupportedModelError(
             "This model spreads its KV heads over query heads in a way of its own, so a choice a "
             "head can't be made. Use scope='layer'."

@@ -212,7 +212,7 @@ class Batch(Contents):
         index = mx.array(sequences)
         for name in ARRAYS:
             array = getattr(self, name)
-            setattr(self, name, None if array is None else array[index])
+            setattr(self, name, None if array is None else storage.select(array, index))
         self._tokens = [self._tokens[i] for i in sequences]
         self._held = [self._held[i] for i in sequences]
         if self._coming is not None:

@@ -7,6 +7,8 @@ remembers the queries that it did that with. Eviction thus waits for the next bl
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -63,14 +65,24 @@ class VeloxCache(Batch):
         """Remember what the newest block was attended with. Where layers share this cache, the
         later ones' query heads join the first one's."""
         if self._seen is not None and self._seen.queries.shape == seen.queries.shape:
-            heads = self._seen.queries.shape[1] if self.keys is None else self.keys.shape[1]
-            pair = [
-                queries.reshape(queries.shape[0], heads, -1, *queries.shape[2:])
-                for queries in (self._seen.queries, seen.queries)
-            ]
-            shape = (seen.queries.shape[0], -1, *seen.queries.shape[2:])
-            seen = attrs.evolve(seen, queries=mx.concatenate(pair, axis=2).reshape(shape))
+            batch, _, *block = seen.queries.shape
+            heads = self.kv_heads
+            groups = [x.queries.reshape(batch, heads, -1, *block) for x in (self._seen, seen)]
+            queries = mx.concatenate(groups, axis=2).reshape(batch, -1, *block)
+            seen = attrs.evolve(seen, queries=queries)
         self._seen = seen
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.keys.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.keys.shape[3])
+
+    def _readable(self, rows: Any) -> mx.array:
+        """Keys or values as numbers, from the form in which they are held."""
+        return rows  # type: ignore[no-any-return]
 
     # Eviction ------------------------------------------------------------------------------
 
@@ -133,8 +145,8 @@ class VeloxCache(Batch):
             seen, query_positions = self._latest_queries(seen, query_positions)
         scores = self._scores
         return Rows(
-            keys=keys,
-            values=values,
+            keys=self._readable(keys),
+            values=self._readable(values),
             positions=positions,
             scores=mx.zeros(positions.shape) if scores is None else scores[..., : self._rows],
             query_positions=query_positions,
@@ -146,6 +158,16 @@ class VeloxCache(Batch):
             scope=self.policy.scope,
             padded=min(self._held) < self._rows or self._queries_missing(),
         )
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> VeloxCache:
+        """The same cache with its rows quantised, which goes on evicting (mlx-lm's ``kv_bits``).
+
+        Raises:
+            VeloxError: the model's heads can't be cut into groups of that size.
+        """
+        from .quantized import QuantizedVeloxCache  # a kind of this
+
+        return QuantizedVeloxCache.of(self, group_size, bits)
 
     # Taking back ---------------------------------------------------------------------------
 

@@ -28,8 +28,8 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self.layer = layer
         #: True position of the next token: an int, or ``[batch]`` in a merged batch.
         self.offset: int | mx.array = 0
-        self.keys: mx.array | None = None  # [batch, kv_heads, capacity, head_dim]
-        self.values: mx.array | None = None
+        self.keys: Any = None  # [batch, kv_heads, capacity, head_dim]
+        self.values: Any = None
         self._positions: mx.array | None = None  # [batch, kv_heads or 1, capacity]; -1 is empty
         self._scores: mx.array | None = None  # the same shape; None unless policy.every_step
         self._window: mx.array | None = None  # the latest queries before the newest block
@@ -54,13 +54,13 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
 
     # Rows ------------------------------------------------------------------------------------
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> tuple[Any, Any]:
         """All rows in use, as the last ``update_and_fetch`` gave them."""
-        assert self.keys is not None
-        assert self.values is not None
-        if self._rows < self.keys.shape[2]:
-            return self.keys[..., : self._rows, :], self.values[..., : self._rows, :]
-        return self.keys, self.values
+        return storage.first(self.keys, self._rows), storage.first(self.values, self._rows)
+
+    def _stored(self, rows: mx.array) -> Any:
+        """Keys or values in the form in which they are held."""
+        return rows
 
     def _append(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
         start, limit = self._rows, self._limit
@@ -73,22 +73,18 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
             beside.append(self._scores)
         # What isn't needed before rows go is evaluated along with the keys all the same: its
         # graph would grow with every token.
-        self.keys, self.values = mx.depends(
-            [
-                storage.write(self.keys, keys, start, limit),
-                storage.write(self.values, values, start, limit),
-            ],
-            [array for array in beside if array is not None],
-        )
+        keys = storage.write(self.keys, self._stored(keys), start, limit)
+        values = storage.write(self.values, self._stored(values), start, limit)
+        tied = mx.depends(storage.arrays(keys, values), storage.arrays(*beside))
+        half = len(tied) // 2  # one array each, or three where they are quantised
+        self.keys = tied[0] if half == 1 else tuple(tied[:half])
+        self.values = tied[1] if half == 1 else tuple(tied[half:])
 
     def _overwrite(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
         hole = self._hole
-        assert self.keys is not None
-        assert self.values is not None
-        assert self._positions is not None
         assert hole is not None
-        self.keys = storage.put(self.keys, keys, hole)
-        self.values = storage.put(self.values, values, hole)
+        self.keys = storage.put(self.keys, self._stored(keys), hole)
+        self.values = storage.put(self.values, self._stored(values), hole)
         self._positions = storage.put(self._positions, positions, hole)
         if self._scores is not None:
             self._scores = storage.put(self._scores, mx.zeros(positions.shape), hole)
@@ -97,8 +93,6 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
     def _close_up(self, gone: mx.array) -> None:
         """Let the rows ``gone``, ``[batch, heads or 1, count]``, go; the others close up in the
         order of time."""
-        assert self.keys is not None
-        assert self.values is not None
         assert self._positions is not None
         positions = self._positions[..., : self._rows]
         self._rows -= gone.shape[-1]
@@ -132,8 +126,8 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Bytes of all that is held: keys, values, and what goes with them."""
         self._settle()
-        arrays = [getattr(self, name) for name in ARRAYS]
-        return sum(array.nbytes for array in arrays if array is not None)
+        held = storage.arrays(*(getattr(self, name) for name in ARRAYS))
+        return sum(array.nbytes for array in held)
 
     kept_bytes = nbytes
 
@@ -147,11 +141,14 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of keys and values, were nothing evicted."""
-        if self.keys is None or self.values is None:
+        """Bytes of keys and values, were nothing evicted; room is made in steps of 256 rows, as
+        in mlx-lm's ``KVCache``."""
+        if self._positions is None:
             return 0
-        rows = self.keys.shape[0] * self.keys.shape[2]
-        return (self.keys.nbytes + self.values.nbytes) // rows * self.tokens_seen
+        held = storage.arrays(self.keys, self.values)
+        row = sum(array.nbytes for array in held) // (held[0].shape[0] * held[0].shape[2])
+        steps = sum(-(-seen // storage.STEP) for seen in self._tokens) * self._copies()
+        return row * steps * storage.STEP
 
     @property
     def compression_ratio(self) -> float:
@@ -159,14 +156,14 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
 
     def _copies(self) -> int:
         """Sequences that each number in ``_tokens`` speaks for."""
-        return 1 if self.keys is None else self.keys.shape[0] // len(self._tokens)
+        return 1 if self._positions is None else self._positions.shape[0] // len(self._tokens)
 
     @property
     def state(self) -> list[Any]:
         """All that makes the cache, for mlx-lm to evaluate, save and restore."""
         self._settle()
         kept = [getattr(self, name) for name in ARRAYS[:4]]
-        kept = [None if array is None else array[:, :, : self._rows] for array in kept]
+        kept = [None if rows is None else storage.first(rows, self._rows) for rows in kept]
         window = [self._window, self._window_positions]
         numbers = [self._tokens, self._held, self._coming, self._merged, self.budget, self.layer]
         return [*kept, *window, *numbers, describe(self.policy)]
@@ -177,6 +174,6 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self.keys, self.values, self._positions, self._scores = state[:4]
         self._window, self._window_positions = state[4:6]
         self._tokens, self._held, self._coming, self._merged = state[6:10]
-        self._rows = 0 if self.keys is None else self.keys.shape[2]
+        self._rows = 0 if self._positions is None else self._positions.shape[2]
         self._set_offset()
         self._forget_block()

@@ -196,6 +196,9 @@ class LookbackCache(VeloxCache):
         VeloxCache.state.fset(self, state[:-1])  # type: ignore[attr-defined]
         self._look_back(state[-1])
 
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> VeloxCache:
+        raise VeloxError("kv_bits and lookback don't go together: make the cache without one.")
+
     @classmethod
     def merge(cls, caches: Sequence[Batch]) -> Batch:
         raise VeloxError("A cache with lookback is for one sequence: make it without, to batch.")

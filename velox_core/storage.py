@@ -1,51 +1,87 @@
 """Arrays of rows: how a block is appended, one row overwritten, and the kept rows gathered.
 
-Row arrays are ``[batch, heads, capacity, …]``; a cache uses the first rows of the capacity.
+Row arrays are ``[batch, heads, capacity, …]``; a cache uses the first rows of the capacity. Where
+it holds quantised rows, a tuple of three such arrays stands in one's place.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import mlx.core as mx
 
 STEP = 256  # rows that an array grows by, as in mlx-lm's KVCache
 
+Rows = Any  # an mx.array, or a tuple of them
 
-def write(array: mx.array | None, block: mx.array, start: int, limit: int) -> mx.array:
-    """``array`` with ``block`` at rows ``start`` and on, grown where needed; to ``limit`` rows at
+
+def arrays(*rows: Rows) -> list[mx.array]:
+    """All arrays in these, tuples opened and ``None`` left out."""
+    return [
+        array
+        for each in rows
+        if each is not None
+        for array in (each if isinstance(each, tuple) else (each,))
+    ]
+
+
+def write(rows: Rows, block: Rows, start: int, limit: int) -> Rows:
+    """``rows`` with ``block`` at row ``start`` and on, grown where needed; to ``limit`` rows at
     the most, unless the block itself reaches beyond."""
+    if isinstance(block, tuple):
+        pairs = zip(rows or (None,) * len(block), block, strict=True)
+        return tuple(write(array, part, start, limit) for array, part in pairs)
     n = block.shape[2]
     end = start + n
-    if array is None or end > array.shape[2]:
+    if rows is None or end > rows.shape[2]:
         capacity = start + (STEP + n - 1) // STEP * STEP
         capacity = max(end, min(capacity, limit))
-        kept = [] if array is None else [array[:, :, :start]]
+        kept = [] if rows is None else [rows[:, :, :start]]
         shape = (*block.shape[:2], capacity - start, *block.shape[3:])
-        array = mx.concatenate([*kept, mx.zeros(shape, block.dtype)], axis=2)
-    array[:, :, start:end] = block
-    return array
+        rows = mx.concatenate([*kept, mx.zeros(shape, block.dtype)], axis=2)
+    rows[:, :, start:end] = block
+    return rows
 
 
-def put(array: mx.array, row: mx.array, slot: mx.array) -> mx.array:
-    """``array`` with one row overwritten, in place where MLX can.
+def put(rows: Rows, row: Rows, slot: mx.array) -> Rows:
+    """``rows`` with one row overwritten, in place where MLX can.
 
     Args:
         row: ``[batch, heads, 1, …]``
         slot: ``[batch, heads or 1, 1]``, the row's index.
     """
+    if isinstance(row, tuple):
+        return tuple(put(array, part, slot) for array, part in zip(rows, row, strict=True))
     if slot.size == 1:
-        return mx.slice_update(array, row, slot.reshape(1), axes=(2,))
+        return mx.slice_update(rows, row, slot.reshape(1), axes=(2,))
     slot = slot.reshape(*slot.shape, *[1] * (row.ndim - 3))
-    return mx.put_along_axis(array, mx.broadcast_to(slot, row.shape), row, axis=2)
+    return mx.put_along_axis(rows, mx.broadcast_to(slot, row.shape), row, axis=2)
 
 
-def take(array: mx.array, keep: mx.array) -> mx.array:
+def take(rows: Rows, keep: mx.array) -> Rows:
     """The rows ``keep``, ``[batch, heads or 1, kept]``, in that order."""
-    if array.ndim == 3:
-        return mx.take_along_axis(array, keep, axis=2)
-    batch, heads, capacity = array.shape[:3]
-    first = mx.arange(batch * heads).reshape(batch, heads, 1) * capacity
+    if isinstance(rows, tuple):
+        return tuple(take(array, keep) for array in rows)
+    if rows.ndim == 3:
+        return mx.take_along_axis(rows, keep, axis=2)
+    batch, heads, capacity = rows.shape[:3]
+    start = mx.arange(batch * heads).reshape(batch, heads, 1) * capacity
     # Whole rows at a time: take_along_axis would gather number by number.
-    return mx.take(array.reshape(-1, array.shape[3]), keep + first, axis=0)
+    return mx.take(rows.reshape(-1, rows.shape[3]), keep + start, axis=0)
+
+
+def first(rows: Rows, n: int) -> Rows:
+    """The first ``n`` rows."""
+    if isinstance(rows, tuple):
+        return tuple(first(array, n) for array in rows)
+    return rows if n == rows.shape[2] else rows[:, :, :n]
+
+
+def select(rows: Rows, sequences: mx.array) -> Rows:
+    """The rows of these sequences."""
+    if isinstance(rows, tuple):
+        return tuple(array[sequences] for array in rows)
+    return rows[sequences]
 
 
 def pad_left(array: mx.array, size: int, axis: int, fill: int) -> mx.array:
