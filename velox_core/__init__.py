@@ -14,8 +14,11 @@ from .errors import (
 from .hooks import HOOK_VERSION, EvictionPolicy, hookimpl
 from .model import apply, make_cache
 from .policy import Policy, at_least, one_of
-from .registry import InstalledPolicy, installed_policies, load_policy
+from .protectors import Pin, Protector
+from .quantized import QuantizedVeloxCache
+from .registry import InstalledPolicy, installed_policies, load_policy, load_protector
 from .rows import Rows
+from .saving import load_cache, save_cache
 
 __version__ = "0.1.0"
 
@@ -24,10 +27,13 @@ __all__ = [
     "CacheFileError",
     "EvictionPolicy",
     "InstalledPolicy",
+    "Pin",
     "Policy",
     "PolicyConfigError",
     "PolicyHookError",
     "PolicyLoadError",
+    "Protector",
+    "QuantizedVeloxCache",
     "Rows",
     "UnknownPolicyError",
     "UnobservedAttentionError",
@@ -38,7 +44,10 @@ __all__ = [
     "at_least",
     "hookimpl",
     "installed_policies",
+    "load_cache",
     "load_policy",
+    "load_protector",
     "make_cache",
     "one_of",
+    "save_cache",
 ]

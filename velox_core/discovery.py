@@ -22,6 +22,8 @@ import attrs
 
 #: The entry-point group in which distributions declare policies.
 GROUP = "velox.policies"
+#: The entry-point group in which distributions declare protectors.
+PROTECTORS = "velox.protectors"
 #: The environment variable that leaves plugins out.
 DISABLE = "VELOX_DISABLE_PLUGINS"
 
@@ -56,9 +58,21 @@ class InstalledPolicy:
         return f"policy {self.name!r} ({self.distribution} {self.version})"
 
 
-def installed_policies() -> list[InstalledPolicy]:
-    """Every policy that a distribution declares, sorted by name. Imports none of them."""
-    policies = scan()
+class InstalledProtector(InstalledPolicy):
+    """A protector, likewise; ``load_protector`` takes its name."""
+
+    def __str__(self) -> str:
+        return f"protector {self.name!r} ({self.distribution} {self.version})"
+
+
+def installed_policies(group: str = GROUP) -> list[InstalledPolicy]:
+    """Every policy that a distribution declares, sorted by name. Imports none of them.
+
+    Args:
+        group: the entry-point group. Default that of policies; ``"velox.protectors"`` for
+            protectors.
+    """
+    policies = scan(group)
     claims: dict[str, list[str]] = {}
     for policy in policies:
         if policy.status == "ok":
@@ -71,14 +85,14 @@ def installed_policies() -> list[InstalledPolicy]:
     ]
 
 
-def origin_of(policy: object) -> InstalledPolicy | None:
+def origin_of(policy: object, group: str = GROUP) -> InstalledPolicy | None:
     """The entry point that a policy (or its class) came from; ``None`` if it came from none.
 
     Goes by the class's identity, whatever module it was defined in, and imports nothing: a class
     that exists has been imported.
     """
     cls = policy if isinstance(policy, type) else type(policy)
-    for entry in scan():
+    for entry in scan(group):
         module, _, attr = entry.target.partition(":")
         found: object = sys.modules.get(module)
         for part in attr.split("."):
@@ -88,10 +102,13 @@ def origin_of(policy: object) -> InstalledPolicy | None:
     return None
 
 
-def scan() -> list[InstalledPolicy]:
-    """All policies, each with the faults of its own: two that claim one name aren't a fault yet."""
+def scan(group: str = GROUP) -> list[InstalledPolicy]:
+    """All of the group, each with the faults of its own: two that claim one name aren't one yet."""
     disabled = {normal(word.strip()) for word in os.environ.get(DISABLE, "").split(",")}
     found: dict[tuple[str, str], InstalledPolicy] = {}
+    if group == PROTECTORS:
+        pin = _pin()
+        found[pin.name, pin.distribution] = pin
     seen: set[str] = set()
     for dist in distributions():
         try:
@@ -102,7 +119,7 @@ def scan() -> list[InstalledPolicy]:
             if key in seen or key.startswith("~"):
                 continue
             seen.add(key)
-            for policy in _declared(dist, key):
+            for policy in _declared(dist, key, group):
                 names = (policy.name, policy.distribution, policy.full_name)
                 if not disabled.isdisjoint({"all", "1", *map(normal, names)}):
                     policy = attrs.evolve(policy, status="disabled")
@@ -122,14 +139,28 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(" .:")
 
 
-def _declared(dist: Distribution, key: str) -> Iterator[InstalledPolicy]:
+def _pin() -> InstalledPolicy:
+    """The core's own protector, which is there however velox_core was installed."""
+    from . import __version__
+
+    return InstalledProtector(
+        name="pin",
+        distribution="velox-kv",
+        version=__version__,
+        target="velox_core.protectors:Pin",
+        origin=os.path.dirname(os.path.dirname(__file__)),
+    )
+
+
+def _declared(dist: Distribution, key: str, group: str) -> Iterator[InstalledPolicy]:
     text = dist.read_text("entry_points.txt")
-    if not text or GROUP not in text:
+    if not text or group not in text:
         return  # nearly always; and no other file of it is read
+    kind = InstalledProtector if group == PROTECTORS else InstalledPolicy
     name, version, fault = key, "?", ""
     entries = [(key, "")]
     try:
-        entries = [(e.name, e.value) for e in dist.entry_points if e.group == GROUP]
+        entries = [(e.name, e.value) for e in dist.entry_points if e.group == group]
         metadata = dist.metadata
         if "Name" in metadata and "Version" in metadata:
             name, version = metadata["Name"], metadata["Version"]
@@ -140,7 +171,7 @@ def _declared(dist: Distribution, key: str) -> Iterator[InstalledPolicy]:
     for policy, value in entries:
         # Blanks around the colon are allowed; extras behind are, and nobody uses them any more.
         target = re.sub(r"\s*\[.*\]$", "", re.sub(r"\s*:\s*", ":", value))
-        yield InstalledPolicy(
+        yield kind(
             name=policy,
             distribution=name,
             version=version,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pluggy
 
-from .discovery import origin_of
+from .discovery import PROTECTORS, origin_of
 from .errors import PolicyLoadError
 from .rows import Rows, lowest
 
@@ -56,40 +56,40 @@ class EvictionPolicy:
 
 
 class LowestScores:
-    """The core's own ``evict``: the lowest unprotected scores, the oldest row first among ties."""
+    """The core's own ``evict``: the lowest unprotected scores, the oldest row first among ties.
+    A NaN score, as a NaN key gives, counts as the lowest: no protected row may go for it."""
 
     @hookimpl(trylast=True)
     def evict(self, rows: Rows, scores: mx.array, protected: mx.array, count: int) -> mx.array:
+        scores = mx.where(mx.isnan(scores), -mx.inf, scores)
         return lowest(mx.where(protected, mx.inf, scores), rows.positions, count)
 
 
 def origin(plugin: object) -> str:
     """``'name' (distribution version)`` of a policy or protector, for messages."""
     cls = plugin if isinstance(plugin, type) else type(plugin)
-    entry = origin_of(cls)
+    noun, entry = "policy", origin_of(cls)
+    if not hasattr(cls, "layer_budget"):
+        noun, entry = "protector", origin_of(cls, PROTECTORS)
     where = f"{entry.distribution} {entry.version}" if entry else f"module {cls.__module__}"
-    return f"policy {cls.__name__!r} ({where})"
+    return f"{noun} {cls.__name__!r} ({where})"
 
 
-def build_hooks(policy: Policy, extras: Iterable[object] = ()) -> pluggy.PluginManager:
+def observes_only(plugin: object) -> bool:
+    """Whether all its hooks are wrappers, which see what the others give and change nothing."""
+    return all(opts["wrapper"] for opts in _marked(plugin).values())
+
+
+def build_hooks(policy: Policy, extras: Collection[object] = ()) -> pluggy.PluginManager:
     """A manager with the policy, the core's own ``evict``, and protectors or observers beside it.
 
     Raises:
         PolicyLoadError: a hook is misspelt, unmarked, missing, or takes an argument that it will
             never get; or the policy was written for another hook version.
     """
-    version_ = getattr(policy, "hook_version", None)
-    if version_ is None:
-        raise PolicyLoadError(
-            f"{origin(policy)} doesn't say which hook version it was written for: set "
-            f"`hook_version = {HOOK_VERSION}` in the class."
-        )
-    if version_ != HOOK_VERSION:
-        raise PolicyLoadError(
-            f"{origin(policy)} was written for hook version {version_}, and this velox_core "
-            f"calls version {HOOK_VERSION}. Install a release of the policy that fits, or, if "
-            f"it is yours, adapt it and set `hook_version = {HOOK_VERSION}` in the class."
-        )
+    _check_version(policy)
+    for extra in extras:
+        _check_extra(extra)
     manager = pluggy.PluginManager("velox")
     manager.add_hookspecs(EvictionPolicy)
     manager.register(LowestScores())
@@ -101,7 +101,7 @@ def build_hooks(policy: Policy, extras: Iterable[object] = ()) -> pluggy.PluginM
         except (pluggy.PluginValidationError, TypeError) as error:
             hint = ""
             if isinstance(error, TypeError):
-                hint = " Policies must be hashable: decorate with @attrs.define(eq=False)."
+                hint = " Its class must be hashable: decorate with @attrs.frozen(eq=False)."
             hooks = ", ".join(_spec_names())
             raise PolicyLoadError(
                 f"{origin(plugin)} has a hook that velox_core doesn't know: "
@@ -113,6 +113,44 @@ def build_hooks(policy: Policy, extras: Iterable[object] = ()) -> pluggy.PluginM
         )
         raise PolicyLoadError(f"{origin(policy)} has no `score` hook{marked}; it is required.")
     return manager
+
+
+def _check_version(plugin: object) -> None:
+    version_ = getattr(plugin, "hook_version", None)
+    if version_ is None:
+        raise PolicyLoadError(
+            f"{origin(plugin)} doesn't say which hook version it was written for: set "
+            f"`hook_version = {HOOK_VERSION}` in the class."
+        )
+    if version_ != HOOK_VERSION:
+        raise PolicyLoadError(
+            f"{origin(plugin)} was written for hook version {version_}, and this velox_core "
+            f"calls version {HOOK_VERSION}. Install a release of it that fits, or, if "
+            f"it is yours, adapt it and set `hook_version = {HOOK_VERSION}` in the class."
+        )
+
+
+def _check_extra(extra: object) -> None:
+    """Whether it may stand beside a policy: an instance, that protects or observes."""
+    if isinstance(extra, type | str):
+        name = extra if isinstance(extra, str) else extra.__name__
+        mend = f"load_protector({name!r})" if isinstance(extra, str) else f"{name}(…)"
+        raise PolicyLoadError(f"protect takes protectors, not {extra!r}. Give it {mend}.")
+    if hasattr(extra, "hook_version"):
+        _check_version(extra)
+    for name, opts in _marked(extra).items():
+        # The last one registered is asked first, so it would take the policy's place.
+        if name in ("score", "evict") and not opts["wrapper"]:
+            raise PolicyLoadError(
+                f"{origin(extra)}: beside a policy there may be no `{name}` of one's own, only "
+                "`protect`, or an observer's @hookimpl(wrapper=True)."
+            )
+
+
+def _marked(plugin: object) -> dict[str, dict[str, Any]]:
+    """The options of each method that is marked with ``hookimpl``, by the hook's name."""
+    marked = ((name, getattr(plugin, name, None)) for name in _spec_names())
+    return {name: method.velox_impl for name, method in marked if hasattr(method, "velox_impl")}  # type: ignore[union-attr]
 
 
 def _check_signatures(plugin: object) -> None:

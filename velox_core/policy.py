@@ -10,7 +10,8 @@ import mlx.core as mx
 import pluggy
 
 from .errors import PolicyConfigError
-from .hooks import build_hooks, hookimpl
+from .hooks import build_hooks, hookimpl, observes_only
+from .protectors import Protector, options_of
 from .rows import Rows
 
 
@@ -85,6 +86,8 @@ class Policy:
     queries: Literal["model", "keys"] = attrs.field(
         default="model", validator=one_of("model", "keys")
     )
+    #: Protectors and observers beside it, from ``load_policy(protect=)``.
+    extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
     _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see saving.describe
 
@@ -97,10 +100,18 @@ class Policy:
         """Rows of ``budget`` that ``protect`` may claim, by name; the newest row comes on top."""
         return {"n_sink": self.n_sink}
 
+    def claimed(self, budget: int) -> dict[str, int]:
+        """Rows of ``budget`` that the policy and its protectors may claim, by name."""
+        claimed = dict(self.reserved(budget))
+        for extra in self.extras:
+            if isinstance(extra, Protector):
+                claimed |= extra.reserved(self, budget)
+        return claimed
+
     def check(self) -> None:
         """Raise ``PolicyConfigError`` unless each budget has room for the rows that must stay."""
         for budget in self.budget if isinstance(self.budget, tuple) else (self.budget,):
-            reserved = {**self.reserved(budget), "the newest row": 1}
+            reserved = {**self.claimed(budget), "the newest row": 1}
             if budget < sum(reserved.values()):
                 parts = " + ".join(f"{rows} ({name})" for name, rows in reserved.items())
                 raise PolicyConfigError(
@@ -121,21 +132,41 @@ class Policy:
 
     def options(self) -> dict[str, Any]:
         """The options, ready for ``load_policy(name, **options)`` and for JSON."""
-        return {
-            f.alias: list(v) if isinstance(v := getattr(self, f.name), tuple) else v
-            for f in attrs.fields(type(self))
-            if f.init
-        }
+        return options_of(self)
 
     def hooks(self, extras: Iterable[object] = ()) -> pluggy.PluginManager:
         """The manager that calls this policy's hooks, made once. ``extras`` (protectors,
         observers) are taken when it is made."""
+        extras = tuple(extras)
         if self._hooks is None:
+            object.__setattr__(self, "extras", extras)
             self.check()
             object.__setattr__(self, "_hooks", build_hooks(self, extras))
+        elif extras:
+            raise PolicyConfigError(
+                f"{type(self).__name__}: its hooks are set up already, and protectors can't join "
+                "later. Give them to load_policy(…, protect=[…])."
+            )
         assert self._hooks is not None
         return self._hooks
+
+    def chooses_as(self, other: Policy) -> bool:
+        """Whether both always keep the same rows: the same class, options and protectors."""
+        return (
+            type(self) is type(other)
+            and self.options() == other.options()
+            and _choosers(self) == _choosers(other)
+        )
 
     # A copied cache shares its policy: nothing in it changes, and a manager can't be copied.
     def __deepcopy__(self, memo: object) -> Policy:
         return self
+
+
+def _choosers(policy: Policy) -> list[object]:
+    """What makes two sets of protectors equal; observers don't matter."""
+    return [
+        (type(extra), extra.options()) if isinstance(extra, Protector) else extra
+        for extra in policy.extras
+        if not observes_only(extra)
+    ]

@@ -12,12 +12,14 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
 from .discovery import (
     DISABLE,
+    GROUP,
+    PROTECTORS,
     InstalledPolicy,
     installed_policies,
     normal,
@@ -29,8 +31,17 @@ from .errors import PolicyConfigError, PolicyLoadError, UnknownPolicyError, Velo
 
 if TYPE_CHECKING:
     from .policy import Policy
+    from .protectors import Protector
 
-__all__ = ["InstalledPolicy", "installed_policies", "load_policy", "origin_of"]
+_T = TypeVar("_T")
+
+__all__ = [
+    "InstalledPolicy",
+    "installed_policies",
+    "load_policy",
+    "load_protector",
+    "origin_of",
+]
 
 #: Our own policies and where they come from. Only these names ever lead to a `pip install`: any
 #: other name may be registered on the package index by anyone.
@@ -56,15 +67,10 @@ def load_policy(name: str, /, *, protect: Iterable[object] = (), **options: Any)
             class or hooks aren't what they must be.
         PolicyConfigError: an option that it doesn't have, or a value out of range.
     """
+    from .policy import Policy  # not above: to say that a policy is unknown takes no MLX
+
     entry = _find(name)
-    cls = _import(entry)
-    _check_names(entry, cls, options)
-    try:
-        policy = cls(**options)
-    except VeloxError:
-        raise
-    except Exception as error:
-        raise PolicyConfigError(f"{entry} refuses its options: {one_line(error)}.") from error
+    policy = _make(entry, Policy, options)
     extras = tuple(protect)
     try:
         policy.hooks(extras)
@@ -77,8 +83,36 @@ def load_policy(name: str, /, *, protect: Iterable[object] = (), **options: Any)
     return policy
 
 
-def _find(name: str) -> InstalledPolicy:
-    policies = scan()
+def load_protector(name: str, /, **options: Any) -> Protector:
+    """Import a protector and set its options, for ``load_policy(protect=[…])``.
+
+    Args:
+        name: its name in the entry-point group ``velox.protectors``, or ``"distribution:name"``.
+            ``"pin"`` is velox's own.
+        options: its options.
+
+    Raises:
+        VeloxError: what ``load_policy`` raises.
+    """
+    entry = _find(name, PROTECTORS)
+    from .protectors import Protector
+
+    return _make(entry, Protector, options)
+
+
+def _make(entry: InstalledPolicy, base: type[_T], options: dict[str, Any]) -> _T:
+    cls = _import(entry, base)
+    _check_names(entry, cls, options)
+    try:
+        return cls(**options)
+    except VeloxError:
+        raise
+    except Exception as error:
+        raise PolicyConfigError(f"{entry} refuses its options: {one_line(error)}.") from error
+
+
+def _find(name: str, group: str = GROUP) -> InstalledPolicy:
+    policies = scan(group)
     matches = [policy for policy in policies if policy.name == name]
     if not matches:
         dist, _, short = name.rpartition(":")
@@ -88,13 +122,14 @@ def _find(name: str) -> InstalledPolicy:
             if policy.name == short and normal(policy.distribution) == normal(dist)
         ]
     if not matches:
-        raise UnknownPolicyError(_unknown(name, policies))
+        raise UnknownPolicyError(_unknown(name, policies, group))
     # One that is stale or disabled doesn't stand in another's way.
     healthy = [policy for policy in matches if policy.status == "ok"]
     if len(healthy) > 1:
         claims = " and ".join(f"{policy.distribution} {policy.version}" for policy in healthy)
         forms = " or ".join(repr(policy.full_name) for policy in healthy)
-        raise PolicyLoadError(f"policy {name!r} is claimed by {claims}: choose with {forms}.")
+        noun = _noun(group)
+        raise PolicyLoadError(f"{noun} {name!r} is claimed by {claims}: choose with {forms}.")
     if healthy:
         return healthy[0]
     policy = matches[0]
@@ -109,25 +144,28 @@ def _find(name: str) -> InstalledPolicy:
     )
 
 
-def _unknown(name: str, policies: list[InstalledPolicy]) -> str:
+def _noun(group: str) -> str:
+    return "protector" if group == PROTECTORS else "policy"
+
+
+def _unknown(name: str, policies: list[InstalledPolicy], group: str) -> str:
     installed = list(dict.fromkeys(policy.name for policy in policies))
     full = [policy.full_name for policy in policies] if ":" in name else []
-    near = _near(name, [*installed, *full, *OURS])
-    parts = [f"no policy {name!r} is installed for {sys.executable}."]
+    ours_too = OURS if group == GROUP else {}
+    near = _near(name, [*installed, *full, *ours_too])
+    parts = [f"no {_noun(group)} {name!r} is installed for {sys.executable}."]
     if near:
         parts.append(f"Did you mean {near!r}?")
     parts.append(f"Installed: {', '.join(installed) or 'none'}.")
     ours = near or name
-    if ours in OURS and ours not in installed:
+    if ours in ours_too and ours not in installed:
         parts.append(
             f"{ours!r} comes with {OURS[ours]}: {sys.executable} -m pip install {OURS[ours]}"
         )
     return " ".join(parts)
 
 
-def _import(entry: InstalledPolicy) -> type[Policy]:
-    from .policy import Policy  # not above: to say that a policy is unknown takes no MLX
-
+def _import(entry: InstalledPolicy, base: type[_T]) -> type[_T]:
     module, _, attr = entry.target.partition(":")
     try:
         cls: Any = functools.reduce(getattr, attr.split("."), importlib.import_module(module))
@@ -137,22 +175,22 @@ def _import(entry: InstalledPolicy) -> type[Policy]:
         if missing and missing.partition(".")[0] != module.partition(".")[0]:
             mend = f"Install what it needs (the module {missing!r}), or another version of it."
         raise PolicyLoadError(f"{entry} can't be imported: {one_line(error)}. {mend}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+    if not (isinstance(cls, type) and issubclass(cls, base)):
         what = f"class {cls.__name__}" if isinstance(cls, type) else f"{type(cls).__name__} object"
         raise PolicyLoadError(
-            f"{entry}: {entry.target} must be a subclass of velox_core.Policy and is a {what}. "
-            f"{_other_version(entry)}"
+            f"{entry}: {entry.target} must be a subclass of velox_core.{base.__name__} "
+            f"and is a {what}. {_other_version(entry)}"
         )
     # pluggy goes by identity, and attrs makes classes that compare by value unless told.
     if cls.__eq__ is not object.__eq__ or cls.__hash__ is not object.__hash__:
         raise PolicyLoadError(
-            f"{entry}: {cls.__name__} compares by value, and policies must be told apart and "
+            f"{entry}: {cls.__name__} compares by value, and hooks' owners must be told apart and "
             "hashable. Decorate it with @attrs.frozen(eq=False, kw_only=True)."
         )
     return cls
 
 
-def _check_names(entry: InstalledPolicy, cls: type[Policy], options: Iterable[str]) -> None:
+def _check_names(entry: InstalledPolicy, cls: type, options: Iterable[str]) -> None:
     known = {field.alias: field.default for field in attrs.fields(cls) if field.init}
     for option in options:
         if option not in known:

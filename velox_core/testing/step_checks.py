@@ -1,0 +1,157 @@
+"""Checks of what a step costs, and that none waits for the host."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import attrs
+import mlx.core as mx
+
+from ..cache import VeloxCache
+from ..hooks import HOOK_VERSION, hookimpl
+from ..policy import Policy
+from ..rows import Rows
+from .check import Check
+from .failure import CheckFailed
+from .hook_checks import evict, score, watch_all
+from .stream import Stream, step
+from .trial import Trial
+from .watcher import Watcher
+
+ABSURD = 50.0  # times a step of the cheapest policy that there is
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Recency(Policy):
+    """The newest rows stay, as with StreamingLLM: what no policy can be much cheaper than."""
+
+    hook_version: ClassVar[int] = HOOK_VERSION
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        """By age."""
+        return (rows.positions - rows.newest).astype(mx.float32)
+
+
+def without_values(rows: Rows, call: Callable[[Rows], Any]) -> None:
+    """Call with rows of which nothing can be computed yet: whatever asks for a number fails."""
+    names = [f.name for f in attrs.fields(Rows) if isinstance(getattr(rows, f.name), mx.array)]
+    shown: Any = {name: getattr(rows, name) for name in names}
+    queries = rows.attended.queries if rows.attended else mx.array(0)
+
+    def traced(shown: Any, queries: mx.array) -> mx.array:
+        attended = attrs.evolve(rows.attended, queries=queries) if rows.attended else None
+        call(attrs.evolve(rows, **shown, attended=attended))
+        return mx.array(0)
+
+    mx.compile(traced)(shown, queries)
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Let ``mx.compile`` trace, where it was turned off."""
+
+    def asks(array: mx.array) -> mx.array:
+        return mx.array(array.item())
+
+    try:
+        mx.compile(asks)(mx.array(0.0))
+    except ValueError:
+        yield
+        return
+    mx.enable_compile()
+    try:
+        yield
+    finally:
+        mx.disable_compile()
+
+
+def _waiting(trial: Trial) -> str:
+    watcher = watch_all(trial, Watcher())
+    calls: dict[Any, tuple[Rows, Callable[[Rows], Any]]] = {}  # one of each kind
+    scopes = trial.subject.scopes
+    hooks = {scope: trial.subject.make(scope=scope).hooks().hook for scope in scopes}
+    for scoring in watcher.scorings:
+        rows = scoring.rows
+        hook = hooks[rows.scope]
+        kind = (rows.scope, rows.padded, rows.n_new > 1)
+        calls["score", kind] = rows, partial(_call, hook.score)
+        calls["protect", kind] = rows, partial(_call, hook.protect)
+    for evicting in watcher.evictions:
+        rows = evicting.rows
+        hook = hooks[rows.scope]
+        kind = (rows.scope, rows.padded, evicting.count > 1)
+        calls["evict", kind] = rows, partial(_call_evict, hook.evict, evicting.count)
+    for (name, _), (rows, call) in calls.items():
+        try:
+            with tracing():
+                without_values(rows, call)
+        except Exception as error:
+            if "eval" not in str(error):
+                raise
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise CheckFailed(
+                "hooks build arrays and never wait for their numbers (no .item(), .tolist(), "
+                "float(), bool() or `if` of an array, no mx.eval)",
+                f"`{name}` waits: `{last.line}` in {last.name}, line {last.lineno}",
+            ) from error
+    return ""
+
+
+def _call(hook: Any, rows: Rows) -> Any:
+    return hook(rows=rows)
+
+
+def _call_evict(hook: Any, count: int, rows: Rows) -> Any:
+    protected = rows.positions == rows.newest
+    return hook(rows=rows, scores=rows.scores, protected=protected, count=count)
+
+
+waiting = Check(
+    "waiting",
+    "no hook waits for a number: mlx-lm computes a token ahead, and that would stop it",
+    _waiting,
+    needs=(score, evict),
+)
+
+
+def step_time(cache: VeloxCache, stream: Stream) -> float:
+    """Seconds that the next token's step takes."""
+    assert isinstance(cache.offset, int)
+    block = stream.block(cache.offset, 1)
+    mx.eval(block.keys, block.values, block.queries)
+    start = time.perf_counter()
+    mx.eval(*step(cache, block))
+    return time.perf_counter() - start
+
+
+def _cost(trial: Trial) -> str:
+    size = max(trial.budget, 256)
+    stream = Stream.random(size + 100, trial.seed, dim=64)
+    policies = trial.subject.make(size), Recency(budget=size)
+    caches = [VeloxCache(policy, policy.layer_budget(0, 1)) for policy in policies]
+    stream.feed(trial.cache(budget=size), [size, 1, 1])  # guarded: the others aren't
+    for cache in caches:
+        stream.feed(cache, [size, 1, 1])
+    # In turn, and the fastest of each: what else the machine does makes steps dear, never cheap.
+    times = [[step_time(cache, stream) for cache in caches] for _ in range(24)]
+    ours, cheapest = map(min, zip(*times, strict=True))
+    ratio = ours / cheapest
+    if ratio > ABSURD:
+        raise CheckFailed(cost.expected, f"{ratio:.0f} times: {1e3 * ours:.1f} ms with {size} rows")
+    return f"{ratio:.1f} times a step that keeps the newest rows ({size} rows)"
+
+
+cost = Check(
+    "cost",
+    f"a step takes less than {ABSURD:.0f} times one that merely keeps the newest rows",
+    _cost,
+    needs=(score, evict),
+)
+
+STEP_CHECKS = [waiting, cost]

@@ -1,0 +1,45 @@
+"""What a check works with: fresh caches of the policy under test, and texts to feed them with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from ..cache import VeloxCache
+from ..policy import Policy
+from .stream import Stream
+from .subject import Subject
+from .watcher import Guard
+
+
+@attrs.frozen
+class Trial:
+    """What a check works with."""
+
+    subject: Subject
+    seed: int
+
+    @property
+    def budget(self) -> int:
+        return self.subject.budget
+
+    def policy(self, *extras: object, budget: int | None = None, **options: Any) -> Policy:
+        """A fresh policy, guarded.
+
+        Args:
+            extras: more hooks beside it.
+            budget: its budget. Default the subject's.
+            options: other options than it was given with.
+        """
+        return self.subject.make(budget, (Guard(), *extras), **options)
+
+    def cache(self, *extras: object, policy: Policy | None = None, **options: Any) -> VeloxCache:
+        """A cache with a fresh policy, or with the given one."""
+        policy = policy or self.policy(*extras, **options)
+        return VeloxCache(policy, policy.layer_budget(0, 1))
+
+    def stream(self, tokens: int, more: int = 0, dtype: mx.Dtype = mx.float32) -> Stream:
+        """A made-up text; another one for each number ``more``."""
+        return Stream.random(tokens, self.seed + 1000 * more, dtype)
