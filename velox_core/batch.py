@@ -152,10 +152,14 @@ class Batch(Contents):
 
     def _stack(self, caches: Sequence[Batch]) -> None:
         for cache in caches:
-            if cache.policy.options() != self.policy.options() or cache.budget != self.budget:
+            if not cache.policy.chooses_as(self.policy) or cache.budget != self.budget:
+                ours, theirs = (
+                    f"{c.policy!r} with {c.budget} rows and protect={list(c.policy.extras)}"
+                    for c in (self, cache)
+                )
                 raise VeloxError(
-                    "A batch has one policy and one budget a layer; these caches have "
-                    f"{self.policy!r} and {cache.policy!r}."
+                    "A batch has one policy, with the same protectors, and one budget a layer; "
+                    f"these caches have {ours} and {theirs}."
                 )
             cache._settle()
         tokens = [n for cache in caches for n in cache._tokens * cache._copies()]

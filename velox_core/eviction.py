@@ -30,9 +30,14 @@ def choose_rows(policy: Policy, rows: Rows, scores: mx.array, count: int) -> mx.
     hook = policy.hooks().hook
     shape = rows.positions.shape
     protected = rows.positions == rows.newest
-    for more in hook.protect(rows=rows):
-        _check(policy, "protect", more, shape, (mx.bool_,))
-        protected = protected | more
+    claims = hook.protect(rows=rows)  # by the last one registered first, and without None
+    owners = [impl.plugin for impl in hook.protect.get_hookimpls()[::-1] if not impl.wrapper]
+    if len(claims) != len(owners):
+        names = " or ".join(map(origin, owners))
+        raise PolicyHookError(f"`protect` of {names} gave None. Is a `return` missing?")
+    for owner, claim in zip(owners, claims, strict=True):
+        _check(owner, "protect", claim, shape, (mx.bool_,))
+        protected = protected | claim
     if rows.padded:
         empty = rows.positions < 0
         scores = mx.where(empty, -mx.inf, scores)
@@ -43,14 +48,14 @@ def choose_rows(policy: Policy, rows: Rows, scores: mx.array, count: int) -> mx.
 
 
 def _check(
-    policy: Policy, hook: str, given: object, shape: tuple[int, ...], types: tuple[mx.Dtype, ...]
+    owner: object, hook: str, given: object, shape: tuple[int, ...], types: tuple[mx.Dtype, ...]
 ) -> None:
     wanted = f"an mx.array of shape {tuple(shape)} and type {types[0]}"
     if not isinstance(given, mx.array):
         hint = " Is a `return` missing?" if given is None else ""
-        raise PolicyHookError(f"{origin(policy)}: `{hook}` gave {given!r}, not {wanted}.{hint}")
+        raise PolicyHookError(f"{origin(owner)}: `{hook}` gave {given!r}, not {wanted}.{hint}")
     if given.shape != tuple(shape) or given.dtype not in types:
         raise PolicyHookError(
-            f"{origin(policy)}: `{hook}` gave shape {given.shape} and type {given.dtype}; "
+            f"{origin(owner)}: `{hook}` gave shape {given.shape} and type {given.dtype}; "
             f"it must give {wanted} ([batch, heads or 1, …], 1 head for scope='layer')."
         )

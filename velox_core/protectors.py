@@ -98,6 +98,8 @@ class Pin(Protector):
     def reserved(self, policy: Policy, budget: int) -> dict[str, int]:
         beyond = [(max(start, policy.n_sink), stop) for start, stop in self.tokens]
         spans = [(start, stop) for start, stop in beyond if start < stop]
+        if not spans:
+            return {}
         names = ", ".join(
             f"{start} to {stop - 1}" if stop - start > 1 else str(start) for start, stop in spans
         )
