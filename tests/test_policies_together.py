@@ -232,26 +232,35 @@ def test_layers_of_unequal_budget_take_several_tokens_at_once(name, options, mon
     assert seen == [12, 12, 16, 19, 10, 20, 10, 21, 14, 26]
 
 
+@pytest.mark.parametrize("budget", [[9, 22], [22, 9]])
 @POLICIES
-def test_layers_of_unequal_budget_in_a_padded_batch(name, options):
+def test_layers_of_unequal_budget_in_a_padded_batch(name, options, budget):
     model = tiny_models.build("llama")
-    policy = load_policy(name, budget=[9, 22], **options)
-    lengths, block = [31, 18], 6
-    tokens = mx.random.randint(0, 100, (2, 31))
-    batch = [
-        VeloxCache.merge(pair)
-        for pair in zip(*[make_cache(model, policy) for _ in lengths], strict=True)
-    ]
+    policy = load_policy(name, budget=budget, **options)
+    lengths, after = [19, 12], [1, 1, 3, 4]
+    mx.random.seed(0)
+    prompts = [mx.random.randint(0, 100, (1, length)) for length in lengths]
+    answers = mx.random.randint(0, 100, (2, sum(after)))
+
+    def read(cache, tokens, blocks):
+        parts = mx.split(tokens, np.cumsum(blocks)[:-1].tolist(), axis=1)
+        return mx.concatenate([model(part, cache=cache) for part in parts], axis=1)
+
+    pairs = zip(*[make_cache(model, policy) for _ in lengths], strict=True)
+    batch = [VeloxCache.merge(pair) for pair in pairs]
     for layer in batch:
-        layer.prepare(lengths=lengths, right_padding=[0, 13])
-    logits = [model(tokens[:, i : i + block], cache=batch) for i in range(0, 31, block)]
-    logits = mx.concatenate(logits, axis=1)
-    for row, length in enumerate(lengths):
+        layer.prepare(lengths=lengths, right_padding=[0, 7])
+    padded = mx.concatenate([prompts[0], mx.pad(prompts[1], [(0, 0), (0, 7)])])
+    prompt_logits = read(batch, padded, [7, 7, 5])
+    for layer in batch:
+        layer.finalize()
+    answer_logits = read(batch, answers, after)
+
+    for i, blocks in enumerate([[7, 7, 5], [7, 5]]):
         alone = make_cache(model, policy)
-        mine = tokens[row : row + 1, :length]
-        wanted = [model(mine[:, i : i + block], cache=alone) for i in range(0, length, block)]
-        wanted = mx.concatenate(wanted, axis=1)[0]
-        assert mx.allclose(logits[row, :length], wanted, atol=1e-4)
+        wanted = read(alone, prompts[i], blocks)[0]
+        assert mx.allclose(prompt_logits[i, : lengths[i]], wanted, atol=1e-4)
+        assert mx.allclose(answer_logits[i], read(alone, answers[i : i + 1], after)[0], atol=1e-4)
 
 
 @POLICIES
