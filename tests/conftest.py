@@ -1,0 +1,44 @@
+"""What all tests share: markers, hypothesis's settings, and a policy that uses all there is."""
+
+from typing import ClassVar
+
+import attrs
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, settings
+
+from velox_core import Policy, Rows, hookimpl
+
+settings.register_profile(
+    "velox",
+    deadline=None,  # the machine may be busy
+    max_examples=25,
+    derandomize=True,  # CI says the same of the same code, always
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("velox")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "wheels: builds wheels and installs them (some minutes)")
+    config.addinivalue_line("markers", "smollm2: runs SmolLM2-135M (a minute)")
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Remembering(Policy):
+    """Half of the last score, and what the last eight queries attend to: a policy with a memory
+    of everything that a policy may have one of."""
+
+    hook_version: ClassVar[int] = 1
+    n_queries: ClassVar[int] = 8
+    every_step: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        return rows.scores * 0.5 + rows.pool(rows.attention(last=8)).sum(axis=2)
+
+
+@pytest.fixture(scope="session")
+def remembering():
+    """The class of a policy that uses scores, every step and a window of queries."""
+    return Remembering
