@@ -1,10 +1,12 @@
-"""What all tests share: markers, hypothesis's settings, and a policy that uses all there is."""
+"""What all tests share: markers, hypothesis's settings, a policy that uses all there is, and tiny
+models in folders."""
 
 from typing import ClassVar
 
 import attrs
 import mlx.core as mx
 import pytest
+import tiny_folder
 from hypothesis import HealthCheck, settings
 
 from velox_core import Policy, Rows, hookimpl
@@ -42,3 +44,16 @@ class Remembering(Policy):
 def remembering():
     """The class of a policy that uses scores, every step and a window of queries."""
     return Remembering
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tiny random Llama as mlx-lm loads it, with a token for each ASCII character."""
+    return tiny_folder.write(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory):
+    """The same with a chat template, in which ``~`` ends a turn."""
+    made = tmp_path_factory.mktemp("chat")
+    return tiny_folder.write(made, template=tiny_folder.TEMPLATE)

@@ -14,9 +14,11 @@ from typing import Any
 import click
 
 from ..errors import VeloxError
+from .chat import chat
 from .doctor import doctor
 from .generate import generate
 from .policies import policies
+from .serve import serve
 
 
 class OneLineErrors(click.Group):
@@ -72,5 +74,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (generate, policies, doctor):
+for command in (generate, chat, serve, policies, doctor):
     main.add_command(command)

@@ -162,17 +162,25 @@ def load_model(name: str) -> tuple[Any, Any]:
     """The model and its tokenizer, or a one-line error."""
     import mlx_lm
 
-    path = Path(name).expanduser()
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise click.ClickException(f"there is no model folder {name}")
+    found = find_model(name)
     try:
-        loaded: Any = mlx_lm.load(str(path) if path.exists() else name)
+        loaded: Any = mlx_lm.load(found)
     except Exception as error:  # a broken folder, an unknown architecture, a hub out of reach
         raise click.ClickException(
             f"can't load the model {name!r}: {type(error).__name__}: {error}"
         ) from error
     model, tokenizer = loaded
     return model, tokenizer
+
+
+def find_model(name: str) -> str:
+    """The model's folder, or its name on the hub; an error if it can only be a missing folder."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise click.ClickException(f"there is no model folder {name}")
+    return name
 
 
 def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
@@ -239,8 +247,8 @@ def held(cache: list[Any]) -> dict[str, Any]:
     }
 
 
-def describe(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the table."""
+def describe_cache(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of a table that say what the cache holds."""
     rows = sorted(set(result["rows_kept"])) or [0]
     span = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
     kept, full = megabytes(result["kept_bytes"]), megabytes(result["full_bytes"])
@@ -248,6 +256,13 @@ def describe(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens seen", f"{result['tokens_seen']:,}"),
         ("rows kept", f"{span} a layer"),
         ("cache", f"{kept}, against {full} without eviction ({result['compression_ratio']:.1f}x)"),
+    ]
+
+
+def describe(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the table."""
+    return [
+        *describe_cache(result),
         ("prompt", f"{result['prompt_tokens']:,} tokens, {result['prompt_tps']:.1f} tokens/s"),
         (
             "generation",

@@ -1,0 +1,233 @@
+"""``velox chat``: a conversation of any length in a cache of a fixed size."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .generate import describe_cache, held, load_model, parse_options, progress
+from .output import console, table
+
+if TYPE_CHECKING:
+    from ..policy import Policy
+
+HELP = """\
+/reset   forget the conversation and begin anew
+/stats   what the cache holds
+/help    this
+Ctrl-C ends a reply, Ctrl-D the conversation."""
+
+
+@click.command()
+@click.option("--model", required=True, help="A model's folder, or its name on the model hub.")
+@click.option("--policy", "name", required=True, help="The eviction policy; see `velox policies`.")
+@click.option("--budget", type=int, help="Rows that each layer keeps [default: the policy's].")
+@click.option(
+    "--option",
+    "-o",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any option of the policy; repeatable. Values are JSON, or else taken as text.",
+)
+@click.option("--system", help="A system prompt. Like any other text it is evicted in the end.")
+@click.option("--max-tokens", "-m", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
+@click.option("--seed", type=int, help="Seed of the sampling.")
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Tokens of the prompt that are read at once; rows are evicted between.",
+)
+def chat(
+    model: str,
+    name: str,
+    budget: int | None,
+    options: tuple[str, ...],
+    system: str | None,
+    max_tokens: int,
+    temp: float,
+    seed: int | None,
+    prefill_step_size: int,
+) -> None:
+    """Talk with a model, for as long as you like, in constant memory.
+
+    Each line is a message; /help lists the commands. Replies go to standard output, all else to
+    standard error. Lines may come through a pipe.
+    """
+    from ..registry import load_policy
+
+    policy = load_policy(name, **parse_options(options, budget))
+
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    network, tokenizer = load_model(model)
+    talk = Conversation(network, tokenizer, policy, system)
+    if seed is not None:
+        mx.random.seed(seed)
+    sampler = make_sampler(temp=temp)
+    if sys.stdin.isatty():
+        click.echo(HELP, err=True)
+    for line in lines():
+        command = re.fullmatch(r"\s*(/\w+)\s*", line)
+        if command:
+            obey(command[1], talk, name)
+        elif line.strip():
+            with ctrl_c() as stopped:
+                for text in talk.say(
+                    line,
+                    max_tokens=max_tokens,
+                    sampler=sampler,
+                    prefill_step_size=prefill_step_size,
+                ):
+                    click.echo(text, nl=False)
+                    if stopped():
+                        break
+            click.echo()
+
+
+class Conversation:
+    """One cache from the first turn to the last, to which each turn adds only its own tokens."""
+
+    def __init__(self, model: Any, tokenizer: Any, policy: Policy, system: str | None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.policy = policy
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was said."""
+        from ..model import make_cache
+
+        self.cache = make_cache(self.model, self.policy)
+        self.turns = 0
+        self._last: int | None = None  # the newest token in the cache
+
+    def say(self, text: str, **kwargs: Any) -> Iterator[str]:
+        """Say something, and give the reply in pieces as it comes.
+
+        Args:
+            kwargs: what ``mlx_lm.stream_generate`` takes. After each piece the caller may stop.
+        """
+        import mlx_lm
+
+        tokens = self._tokens(text)
+        self.turns += 1
+        with progress(len(tokens)) as advance:
+            for response in mlx_lm.stream_generate(
+                self.model,
+                self.tokenizer,
+                tokens,
+                prompt_cache=self.cache,
+                prompt_progress_callback=advance,
+                **kwargs,
+            ):
+                # mlx-lm has fed each token that it gives, also one that ends the reply.
+                self._last = response.token
+                yield response.text
+
+    def _tokens(self, text: str) -> list[int]:
+        """What the cache lacks for the model to answer."""
+        if not self.tokenizer.has_chat_template:
+            first = not self.turns
+            said = f"{self.system}\n{text}" if first and self.system else text
+            return list(self.tokenizer.encode(said, add_special_tokens=first))
+        said = self._later_turn(text) if self.turns else self._first_turn(text)
+        tokens = list(self.tokenizer.encode(said, add_special_tokens=False))
+        # The template closes the reply before; the model has mostly done so itself.
+        closed = self.turns > 0 and tokens[:1] == [self._last]
+        return tokens[1:] if closed else tokens
+
+    def _first_turn(self, text: str) -> str:
+        messages = [{"role": "user", "content": text}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return self._render(messages)
+
+    def _later_turn(self, text: str) -> str:
+        """What the template puts after a reply: its close, the message, and the reply's opening.
+
+        Taken from a made-up conversation, for the real one isn't kept: and where a template shows
+        older turns otherwise than newer ones, what was really said stays as it was.
+        """
+        reply = "velox-reply"
+        while reply in text:
+            reply += "-velox"
+        roles, said = ("user", "assistant", "user"), ("Hello", reply, text)
+        rendered = self._render(
+            [{"role": role, "content": each} for role, each in zip(roles, said, strict=True)]
+        )
+        return rendered.rpartition(reply)[2]
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates are programs that come with the model
+            raise click.ClickException(f"the model's chat template fails: {error}") from error
+        return str(rendered)
+
+
+def lines() -> Iterator[str]:
+    """What the user says, line by line."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin.buffer:
+            try:
+                yield line.decode("utf-8-sig").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise click.UsageError(f"standard input isn't UTF-8 text: {error}") from error
+        return
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401 (input() then has a history)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            click.echo(err=True)
+            return
+
+
+def obey(command: str, talk: Conversation, policy: str) -> None:
+    """Do what a line beginning with / asks for."""
+    if command == "/reset":
+        talk.reset()
+        click.echo("The conversation begins anew.", err=True)
+    elif command == "/stats":
+        rows = [("turns", f"{talk.turns:,}"), *describe_cache(held(talk.cache))]
+        console(stderr=True).print(table(("", policy), rows))
+    elif command == "/help":
+        click.echo(HELP, err=True)
+    else:
+        click.echo(f"There is no command {command}; /help lists them.", err=True)
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, once; the second time it interrupts as ever.
+
+    An interrupt in the midst of a step would leave the layers' caches at different tokens.
+    """
+    pressed = False
+
+    def press(*_: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
