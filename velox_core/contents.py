@@ -8,9 +8,9 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
 from . import storage
+from .description import describe, restore
 from .policy import Policy
 from .rows import Attended
-from .saving import describe, restore
 
 _LATEST = 2**31 - 1
 

@@ -89,7 +89,7 @@ class Policy:
     #: Protectors and observers beside it, from ``load_policy(protect=)``.
     extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
-    _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see saving.describe
+    _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see description.py
 
     @hookimpl
     def protect(self, rows: Rows) -> mx.array:
