@@ -149,6 +149,29 @@ class ForgetsSinks(Right):
 
 
 @policy
+class ProtectsNothing(Right):
+    """Forgets its `return`."""
+
+    @hookimpl
+    def protect(self, rows):
+        rows.positions < self.n_sink  # noqa: B015
+
+
+@policy
+class ProtectsInts(Right):
+    @hookimpl
+    def protect(self, rows):
+        return rows.positions * 0
+
+
+@policy
+class EvictsNothing(Right):
+    @hookimpl
+    def evict(self, rows, scores, protected, count):
+        return mx.argsort(scores, axis=-1)
+
+
+@policy
 class ClaimsInSecret(Right):
     """Protects more rows than it says."""
 
@@ -239,7 +262,7 @@ class LastQueryOnly(Right):
 
 @policy
 class DecaysEachCall(Right):
-    """Forgets even where a sequence of the batch got nothing but padding."""
+    """Forgets with each block, whether of one token or of many."""
 
     every_step: ClassVar[bool] = True
 
@@ -284,6 +307,6 @@ class Slow(Right):
     def score(self, rows):
         weights = rows.pool(rows.attention(last=1)).squeeze(2)
         parts = [weights[..., i : i + 1] for i in range(weights.shape[-1])]
-        for _ in range(10):
+        for _ in range(8):
             parts = [mx.sqrt(part * part) for part in parts]
         return mx.concatenate(parts, axis=-1)

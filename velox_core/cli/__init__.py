@@ -15,8 +15,10 @@ import click
 
 from ..errors import VeloxError
 from .chat import chat
+from .check import check
 from .doctor import doctor
 from .generate import generate
+from .new import new
 from .policies import policies
 from .serve import serve
 
@@ -74,5 +76,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (generate, chat, serve, policies, doctor):
+for command in (generate, chat, serve, policies, check, new, doctor):
     main.add_command(command)

@@ -9,7 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 #: The colour of each state that a table may show; anything else is a fault.
-COLOURS = {"ok": "green", "disabled": "yellow", "warning": "yellow"}
+COLOURS = {
+    "ok": "green",
+    "passed": "green",
+    "disabled": "yellow",
+    "skipped": "yellow",
+    "warning": "yellow",
+}
 
 
 def console(stderr: bool = False) -> Console:

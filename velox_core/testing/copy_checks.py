@@ -14,18 +14,19 @@ from ..discovery import origin_of
 from .check import Check
 from .failure import CheckFailed
 from .held import held, same
-from .hook_checks import evict, score
+from .hook_checks import evict, protected, score
 from .row_checks import deterministic, offsets, stateless
 from .together import Together, own_blocks
 from .trial import Trial
 
-NEEDS = (score, evict, deterministic, stateless, offsets)
+NEEDS = (score, evict, protected, deterministic, stateless, offsets)
 
 
 def _batch(trial: Trial) -> str:
     size = trial.budget
     lengths = [size + 6, size // 2, size + 1, size - 1]
     streams = [trial.stream(2 * size + 40, more=i) for i in range(4)]
+    policy = trial.policy()
     expected = "a sequence in a batch keeps the rows that it keeps alone"
 
     def compare(together: Together, sequence: int, alone: VeloxCache, what: str) -> None:
@@ -33,10 +34,9 @@ def _batch(trial: Trial) -> str:
         same(expected, "alone it", held(alone), f"as sequence {sequence} {what} it", ours)
 
     def alone(i: int, blocks: list[int]) -> VeloxCache:
-        return streams[i].feed(trial.cache(), blocks)
+        return streams[i].feed(trial.cache(policy=policy), blocks)
 
     # Sequences of unequal length, merged; one joins, one goes.
-    policy = trial.policy()
     caches = [streams[i].feed(trial.cache(policy=policy), [lengths[i]]) for i in range(4)]
     together = Together.of(caches[:3], streams[:3])
     together.steps(6)

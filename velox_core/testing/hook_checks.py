@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
+from ..policy import Policy
 from ..protectors import Pin
 from .check import Check
 from .failure import CheckFailed
 from .held import held, short, stayed
 from .together import Together
 from .trial import Trial
-from .watcher import Evicting, Scoring, Watcher, WrongIndex, number
+from .watcher import Calm, Evicting, Scoring, Watcher, number
 
 
-def watch_all(trial: Trial, watcher: Watcher) -> Watcher:
+def watch_all(trial: Trial, calm: Calm | None = None) -> Watcher:
     """Watch a policy at a prompt, at steps and in a padded batch, in each scope that it takes."""
+    watcher = Watcher()
     for scope in trial.subject.scopes:
-        cache = trial.cache(watcher, scope=scope)
+        policy = trial.policy(watcher, *[calm] * bool(calm), scope=scope)
+        if calm:
+            claims = policy.hooks().hook.protect.get_hookimpls()
+            calm.claims = sum(not impl.wrapper for impl in claims)
+        cache = trial.cache(policy=policy)
         trial.stream(trial.budget + 26).feed(cache, [5, trial.budget + 7, 1, 1, 1, 5, *[1] * 6])
         cache._settle()
-        together = padded(trial, watcher, scope=scope)
-        together.steps(4)
-        together.cache._settle()
+        padded(trial, policy, steps=4)
     return watcher
 
 
-def padded(trial: Trial, *extras: object, **options: Any) -> Together:
-    """Three sequences after a prompt of unequal lengths, in blocks, two of them evicted."""
-    policy = trial.policy(*extras, **options)
+def padded(trial: Trial, policy: Policy, steps: int) -> None:
+    """Feed three sequences: a prompt of unequal lengths in blocks, two beyond the budget, and
+    then steps."""
     lengths = [trial.budget + 6, trial.budget // 2, trial.budget + 1]
     streams = [trial.stream(trial.budget + 30, more=i) for i in range(3)]
     together = Together.of([trial.cache(policy=policy) for _ in lengths], streams)
     together.prompts(lengths, [trial.budget - 3, 3, 6])
-    return together
+    together.steps(steps)
+    together.cache._settle()
 
 
 def all_finite(scoring: Scoring) -> None:
@@ -54,9 +58,7 @@ def all_finite(scoring: Scoring) -> None:
 
 
 def _score(trial: Trial) -> str:
-    watcher = Watcher()
-    with suppress(WrongIndex):  # the next check's
-        watch_all(trial, watcher)
+    watcher = watch_all(trial, Calm())
     for scoring in watcher.scorings:
         all_finite(scoring)
     if not watcher.scorings:
@@ -90,7 +92,7 @@ def valid_choice(evicting: Evicting) -> None:
 
 
 def _evict(trial: Trial) -> str:
-    for evicting in watch_all(trial, Watcher()).evictions:
+    for evicting in watch_all(trial, Calm(evict_too=False)).evictions:
         valid_choice(evicting)
     return ""
 
@@ -136,9 +138,7 @@ def _protected(trial: Trial) -> str:
                 "a row stays that a protector beside the policy protects",
                 f"position {pinned} is gone after {cache.offset} tokens",
             )
-    together = padded(trial, watcher, pin)
-    together.steps(4)
-    together.cache._settle()
+    padded(trial, trial.policy(watcher, pin), steps=4)
     for evicting in watcher.evictions:
         no_protected_gone(evicting)
         stay = number(evicting.protected.sum(axis=-1).max())

@@ -10,7 +10,7 @@ from ..lookback import LookbackCache
 from .check import Check
 from .failure import CheckFailed
 from .held import full, held, same, untouched
-from .hook_checks import evict, score
+from .hook_checks import evict, protected, score
 from .stream import step
 from .trial import Trial
 
@@ -28,8 +28,9 @@ def mixes(budget: int) -> list[list[int]]:
 
 def _budget(trial: Trial) -> str:
     stream = trial.stream(2 * trial.budget + 40)
+    policy = trial.policy()
     for mix in mixes(trial.budget):
-        cache = trial.cache()
+        cache = trial.cache(policy=policy)
         for i, n in enumerate(mix):
             stream.feed(cache, [n])
             if n > 1 or mix[i + 1 : i + 2] != [1] or i % 4 == 3:
@@ -42,14 +43,15 @@ budget = Check(
     "the cache holds budget rows once that many tokens came, never more, in any mix of blocks and "
     "steps",
     _budget,
-    needs=(score, evict),
+    needs=(score, evict, protected),
 )
 
 
 def _offsets(trial: Trial) -> str:
     stream = trial.stream(2 * trial.budget + 40)
+    policy = trial.policy()
     for mix in mixes(trial.budget):
-        cache, seen = trial.cache(), 0
+        cache, seen = trial.cache(policy=policy), 0
         for n in mix:
             stream.feed(cache, [n])
             seen += n
@@ -63,7 +65,7 @@ offsets = Check(
     "offsets",
     "offset counts all tokens seen, and each row held is the one that came, with its true position",
     _offsets,
-    needs=(score, evict),
+    needs=(score, evict, protected),
 )
 
 
@@ -85,7 +87,7 @@ deterministic = Check(
     "deterministic",
     "the same tokens leave the same rows, run after run",
     _deterministic,
-    needs=(score, evict),
+    needs=(score, evict, protected),
 )
 
 
@@ -109,7 +111,7 @@ stateless = Check(
     "stateless",
     "one policy serves all layers and sequences at once: it remembers nothing of any",
     _stateless,
-    needs=(score, evict, deterministic),
+    needs=(score, evict, protected, deterministic),
 )
 
 
@@ -125,9 +127,9 @@ def _chunking(trial: Trial) -> str:
     expected = "decode steps leave the same rows however they are fed"
     for more, steps in enumerate((4, 8, 20)):
         stream = trial.stream(trial.budget + 24, more)
-        plain = held(stream.feed(trial.cache(), [prompt, *[1] * steps]))
-        read = stream.feed(trial.cache(), [prompt, *[1] * steps], after=_read)
-        pieced = stream.feed(trial.cache(), [*pieces, *[1] * steps])
+        plain = held(stream.feed(trial.cache(policy=policy), [prompt, *[1] * steps]))
+        read = stream.feed(trial.cache(policy=policy), [prompt, *[1] * steps], after=_read)
+        pieced = stream.feed(trial.cache(policy=policy), [*pieces, *[1] * steps])
         others = {
             "the one whose state and size were read after each step": read,
             f"the one whose prompt came in blocks of {pieces}": pieced,
@@ -142,7 +144,9 @@ def _chunking(trial: Trial) -> str:
             same(expected, f"{after}, the cache", plain, what, held(cache))
     for more in range(3, 9):  # a block lets many rows go at once, which shows more of their order
         stream = trial.stream(trial.budget + 24, more)
-        plain, parts = (held(stream.feed(trial.cache(), [*p, 8])) for p in ([prompt], pieces))
+        plain, parts = (
+            held(stream.feed(trial.cache(policy=policy), [*p, 8])) for p in ([prompt], pieces)
+        )
         what = f"the one whose prompt came in blocks of {pieces}"
         same(expected, f"after a prompt of {prompt} and 8 more, the cache", plain, what, parts)
     return ""
@@ -153,7 +157,7 @@ chunking = Check(
     "decode steps leave the same rows one by one, in the blocks of speculative decoding, with the "
     "state read in between, and after a prompt within the budget in any pieces",
     _chunking,
-    needs=(score, evict, deterministic, stateless, offsets),
+    needs=(score, evict, protected, deterministic, stateless, offsets),
 )
 
 
@@ -183,7 +187,7 @@ kvcache = Check(
     "kvcache",
     "while no more tokens came than the budget takes, all is bit for bit as with mlx-lm's KVCache",
     _kvcache,
-    needs=(score, evict),
+    needs=(score, evict, protected),
 )
 
 ROW_CHECKS = [budget, offsets, deterministic, stateless, chunking, kvcache]

@@ -18,10 +18,9 @@ from ..policy import Policy
 from ..rows import Rows
 from .check import Check
 from .failure import CheckFailed
-from .hook_checks import evict, score, watch_all
+from .hook_checks import evict, protected, score, watch_all
 from .stream import Stream, step
 from .trial import Trial
-from .watcher import Watcher
 
 ABSURD = 50.0  # times a step of the cheapest policy that there is
 
@@ -72,7 +71,7 @@ def tracing() -> Iterator[None]:
 
 
 def _waiting(trial: Trial) -> str:
-    watcher = watch_all(trial, Watcher())
+    watcher = watch_all(trial)
     calls: dict[Any, tuple[Rows, Callable[[Rows], Any]]] = {}  # one of each kind
     scopes = trial.subject.scopes
     hooks = {scope: trial.subject.make(scope=scope).hooks().hook for scope in scopes}
@@ -116,7 +115,7 @@ waiting = Check(
     "waiting",
     "no hook waits for a number: mlx-lm computes a token ahead, and that would stop it",
     _waiting,
-    needs=(score, evict),
+    needs=(score, evict, protected),
 )
 
 
@@ -151,7 +150,7 @@ cost = Check(
     "cost",
     f"a step takes less than {ABSURD:.0f} times one that merely keeps the newest rows",
     _cost,
-    needs=(score, evict),
+    needs=(score, evict, protected),
 )
 
 STEP_CHECKS = [waiting, cost]

@@ -40,7 +40,7 @@ class Subject:
         else:
             policy = self._made(budget)
             extras = (*policy.extras, *extras)
-            if more or policy.extras:  # a policy whose hooks are set up takes no more extras
+            if more or policy._hooks:  # a policy whose hooks are set up takes no more extras
                 policy = attrs.evolve(policy, **more)
         policy.hooks(extras)
         return policy

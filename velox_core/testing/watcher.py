@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
 from typing import cast
 
 import attrs
 import mlx.core as mx
 
 from ..hooks import hookimpl
-from ..rows import Rows
+from ..rows import Rows, lowest
 from .failure import CheckFailed
 
 
@@ -58,6 +59,31 @@ class Guard:
                     f"the index {least if least < 0 else most}",
                 )
         return gone
+
+
+@attrs.define(eq=False)
+class Calm:
+    """Puts something harmless in place of what ``protect`` gives, and ``evict`` unless told not to:
+    beside it another hook is judged by itself."""
+
+    evict_too: bool = True
+    claims: int = 1  # implementations of `protect`, each of which must give something
+
+    @hookimpl(wrapper=True)
+    def protect(self, rows: Rows) -> Generator[None, list[mx.array], list[mx.array]]:
+        with suppress(Exception):
+            yield
+        return [mx.zeros(rows.positions.shape, mx.bool_)] * self.claims
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def evict(
+        self, rows: Rows, scores: mx.array, protected: mx.array, count: int
+    ) -> Generator[None, mx.array, mx.array]:
+        if not self.evict_too:
+            return (yield)
+        with suppress(Exception):
+            yield
+        return lowest(mx.where(mx.isnan(scores), -mx.inf, scores), rows.positions, count)
 
 
 @attrs.define(eq=False)
