@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .output import console, table
+from .pinning import before_message, protectors
 
 
 @click.command()
@@ -32,6 +34,14 @@ from .output import console, table
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
 @click.option("--seed", type=int, help="Seed of the sampling.")
+@click.option("--system", help="A system prompt, which comes before the prompt.")
+@click.option("--pin-system", is_flag=True, help="Never evict what comes before the prompt.")
+@click.option(
+    "--protect",
+    multiple=True,
+    metavar="NAME[:{…}]",
+    help="A protector beside the policy, with options in JSON; see `velox policies --protectors`.",
+)
 @click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
 @click.option(
     "--prefill-step-size",
@@ -52,6 +62,9 @@ def generate(
     max_tokens: int,
     temp: float,
     seed: int | None,
+    system: str | None,
+    pin_system: bool,
+    protect: tuple[str, ...],
     raw: bool,
     prefill_step_size: int,
     as_json: bool,
@@ -65,16 +78,28 @@ def generate(
 
     # What can be checked before a model is loaded is checked before.
     text = read_prompt(prompt, prompt_file, stdin)
-    policy = load_policy(name, **parse_options(options, budget))
+    if raw and (system is not None or pin_system):
+        raise click.UsageError(
+            "--system and --pin-system need the chat template, and --raw has none"
+        )
+    given, extras = parse_options(options, budget), protectors(protect)
+    policy = load_policy(name, protect=extras, **given)
 
     import mlx.core as mx
     import mlx_lm
     from mlx_lm.sample_utils import make_sampler
 
     from ..model import make_cache
+    from ..protectors import Pin
 
     network, tokenizer = load_model(model)
-    tokens = encode(tokenizer, text, raw)
+    tokens = encode(tokenizer, text, raw, system)
+    pinned = 0
+    if pin_system:
+        if not tokenizer.has_chat_template:
+            raise click.UsageError("--pin-system needs a chat template, and this model has none")
+        pinned = before_message(partial(encode, tokenizer, raw=False, system=system), text)
+        policy = load_policy(name, protect=[*extras, Pin(range(pinned))], **given)
     cache = make_cache(network, policy)
     if seed is not None:
         mx.random.seed(seed)
@@ -101,6 +126,7 @@ def generate(
         "policy": name,
         "options": policy.options(),
         "prompt_tokens": last.prompt_tokens,
+        "pinned_tokens": pinned,
         "generation_tokens": last.generation_tokens,
         "finish_reason": last.finish_reason,
         **held(cache),
@@ -183,17 +209,18 @@ def find_model(name: str) -> str:
     return name
 
 
-def encode(tokenizer: Any, text: str, raw: bool) -> list[int]:
+def encode(tokenizer: Any, text: str, raw: bool, system: str | None = None) -> list[int]:
     """The prompt's tokens, as a user's message in the chat template where there is one."""
     if raw or not tokenizer.has_chat_template:
+        if system is not None:
+            raise click.UsageError("--system needs a chat template, and this model has none")
         tokens = list(tokenizer.encode(text))
     else:
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
         try:
-            tokens = list(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True
-                )
-            )
+            tokens = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
         except Exception as error:  # templates are programs that come with the model
             raise click.ClickException(
                 f"the model's chat template fails: {error}; --raw goes without it"
@@ -263,6 +290,7 @@ def describe(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows of the table."""
     return [
         *describe_cache(result),
+        *[("pinned", f"{pinned:,} tokens") for pinned in [result["pinned_tokens"]] if pinned],
         ("prompt", f"{result['prompt_tokens']:,} tokens, {result['prompt_tps']:.1f} tokens/s"),
         (
             "generation",

@@ -8,15 +8,16 @@ import sys
 import attrs
 import click
 
-from ..discovery import installed_policies
+from ..discovery import GROUP, PROTECTORS, installed_policies
 from .output import console, table
 
 
 @click.command()
+@click.option("--protectors", is_flag=True, help="List protectors, which run beside a policy.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
-def policies(as_json: bool) -> None:
+def policies(protectors: bool, as_json: bool) -> None:
     """List the installed policies. Nothing of them is imported; see `velox doctor` for that."""
-    found = installed_policies()
+    found = installed_policies(PROTECTORS if protectors else GROUP)
     if as_json:
         click.echo(json.dumps([attrs.asdict(policy) for policy in found], indent=2))
     elif found:
