@@ -9,6 +9,7 @@ names or ``distribution:policy``, separated by commas; ``all`` (or ``1``) leaves
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -95,8 +96,9 @@ def origin_of(policy: object, group: str = GROUP) -> InstalledPolicy | None:
     for entry in scan(group):
         module, _, attr = entry.target.partition(":")
         found: object = sys.modules.get(module)
-        for part in attr.split("."):
-            found = getattr(found, part, None)
+        with contextlib.suppress(Exception, SystemExit):  # a module's __getattr__ may do anything
+            for part in attr.split("."):
+                found = getattr(found, part, None)
         if found is cls:
             return entry
     return None
