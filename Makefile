@@ -23,7 +23,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint clean
+.PHONY: help venv demo compare test lint clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,10 @@ $(STAMP): pyproject.toml $(PLUGINS)
 demo: $(STAMP) ## TOVA beside mlx-lm's caches on a long prompt [MODEL=… TEXT=… ARGS=…]
 	@$(if $(HINT),echo "$(HINT)")
 	$(FAST) $(RUN) tools/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(TEXT),--text "$(TEXT)") $(ARGS)
+
+compare: $(STAMP) ## perplexity of each policy on a real text, a table; takes a while [ARGS=…]
+	@$(if $(HINT),echo "$(HINT)")
+	$(FAST) $(RUN) tools/compare.py $(ARGS)
 
 test: $(STAMP) ## run the tests [ARGS=…]
 	@$(if $(HINT),echo "$(HINT)")
