@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from .cache import VeloxCache
 from .errors import UnsupportedModelError
-from .rows import Attended
+from .rows import Attended, for_heads
 
 NAME = "scaled_dot_product_attention"
 
@@ -70,6 +70,10 @@ def _wrap(module: ModuleType) -> None:
             if _watches(cache):
                 cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
             mask = cache.attention_mask(mask, queries.shape[1])
+            if isinstance(keys, tuple):
+                queries = mx.stop_gradient(queries)  # for mlx-lm, which scales them in place
+        elif isinstance(mask, mx.array) and mask.ndim == 4:
+            mask = for_heads(mask, queries.shape[1])  # a layer that shares another one's rows
         if sinks is not None:
             more["sinks"] = sinks
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
@@ -89,8 +93,10 @@ def _wrap_gemma2(module: ModuleType) -> None:
         if not isinstance(cache, VeloxCache):
             return original(self, x, mask, cache)
         offset = cache.offset
-        if isinstance(mask, mx.array) and mask.ndim == 4:
-            mask = mask[:, :, None]  # its scores have an axis for the group of each KV head
+        if isinstance(mask, mx.array):
+            mask = cache.make_mask(x.shape[1], return_array=True)  # this layer's own
+            if mask.ndim == 4 and self.repeats > 1:
+                mask = mask[:, :, None]  # its scores have an axis for the group of each KV head
         output = original(self, x, mask, cache)
         if _watches(cache):
             queries = self.q_proj(x).reshape(*x.shape[:2], self.n_heads, -1).transpose(0, 2, 1, 3)

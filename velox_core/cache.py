@@ -114,13 +114,20 @@ class VeloxCache(Batch):
         if over or self.policy.every_step:
             scores = score_rows(self.policy, rows)
             if self.policy.every_step:
-                self._scores = scores
+                self._scores = self._remembered(scores)
         count = self._rows - min(self.budget, max(self._held))
         if not count:
             return None
         if scores is None or not over:  # only padding has to go
             return lowest(mx.zeros(rows.positions.shape), rows.positions, count)
         return choose_rows(self.policy, rows, scores, count)
+
+    def _remembered(self, scores: mx.array) -> mx.array:
+        """The new scores; of a sequence that the block had only padding for, those it had."""
+        if min(self._fresh) or self._scores is None:
+            return scores
+        came = mx.array(self._fresh)[:, None, None] > 0
+        return mx.where(came, scores, self._scores[..., : self._rows])
 
     def _view(self) -> Rows:
         """The rows in use and the latest queries, as hooks see them."""
@@ -204,7 +211,9 @@ class VeloxCache(Batch):
     def _untouched(self) -> bool:
         remembers = self.policy.every_step or self.policy.n_queries > 1
         evicted = self._tokens != self._held
-        return not (remembers or evicted or self._coming or self._hole is not None)
+        padded = min(self._held) < self._rows  # the newest rows needn't be the last ones then
+        kept = remembers or evicted or padded or self._coming or self._hole is not None
+        return not (kept and any(self._tokens))
 
 
 def _add(a: list[int], b: list[int]) -> list[int]:

@@ -18,7 +18,7 @@ from . import storage
 from .batch import Batch
 from .cache import VeloxCache
 from .contents import ARRAYS
-from .errors import UnobservedAttentionError, VeloxError
+from .errors import UnobservedAttentionError, UnsupportedModelError, VeloxError
 from .eviction import choose_rows, score_rows
 from .policy import Policy
 from .rows import Attended, Rows, for_heads
@@ -60,9 +60,7 @@ class LookbackCache(VeloxCache):
         n = keys.shape[2]
         if n > self.lookback:
             return super().update_and_fetch(keys, values)
-        self._settle(next_block=n)
-        if self._rows + n > self._limit:
-            self._drop_old()
+        self._make_room(n)
         self._n_new, self._mask = n, None
         heads = keys.shape[1] if self.policy.scope == "head" else 1
         self._append(keys, values, mx.full((keys.shape[0], heads, n), -1, dtype=mx.int32))
@@ -83,6 +81,16 @@ class LookbackCache(VeloxCache):
             )
         else:
             self._walk(seen)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if window_size:  # what a block's tokens see is a matter of which rows are left, alone
+            raise UnsupportedModelError(
+                f"Layer {self.layer} attends through a sliding window. Use a cache without "
+                "lookback."
+            )
+        if self.lookback >= N:
+            self._make_room(N)  # now: the mask is for the rows that are there then
+        return super().make_mask(N, return_array)
 
     def attention_mask(self, mask: Any, query_heads: int) -> Any:
         if self._mask is not None:
@@ -116,7 +124,7 @@ class LookbackCache(VeloxCache):
         if over or self.policy.every_step:
             scores = score_rows(self.policy, rows)
             if self.policy.every_step:
-                self._scores = scores
+                self._scores = mx.where(rows.positions < 0, 0, scores)  # tokens to come have none
             if over:
                 # Rows marked before, and tokens to come, are empty: they go first, once more.
                 gone = choose_rows(self.policy, rows, scores, self._rows - self.budget)
@@ -163,6 +171,11 @@ class LookbackCache(VeloxCache):
             self._past.clear()
             self._mask = None
             self._drop_empty()
+
+    def _make_room(self, n: int) -> None:
+        self._settle(next_block=n)
+        if self._rows + n > self._limit:
+            self._drop_old()
 
     def _drop_old(self) -> None:
         """Let go for good of the rows that were marked before the oldest moment kept."""

@@ -35,6 +35,35 @@ REFUSED = {
     "phi3small": "its block-sparse layers mask rows by their place in the cache",
 }
 
+#: Models that attend with other keys than they store, under a mask of their own making: multi-head
+#: latent attention.
+LATENT = (
+    "bailing_hybrid",
+    "bailing_moe_v3",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k25",
+    "kimi_k3",
+    "kimi_linear",
+    "kimi_vl",
+    "longcat_flash",
+    "longcat_flash_ngram",
+    "mistral4",
+)
+
+#: Models that use the first layer's mask where it can't be replaced by a layer's own.
+ONE_MASK = (*LATENT, "gemma4", "gemma4_text", "iquestloopcoder")
+
+#: Models whose blocks can't evict token by token.
+WHOLE_BLOCKS = {
+    "gemma2": "it writes its attention out",
+    "gemma3n": "its last layers attend to the rows of earlier ones",
+    "gemma4": "its last layers attend to the rows of earlier ones",
+    "gemma4_text": "its last layers attend to the rows of earlier ones",
+    "iquestloopcoder": "its second loop attends to the rows of the first",
+    "plamo2": "it writes its attention out",
+}
+
 
 def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
     """The model's own list of caches, with each plain ``KVCache`` replaced by a ``VeloxCache``.
@@ -64,17 +93,19 @@ def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
     name = type(model).__module__.rpartition(".")[2]
     if not caches:
         raise UnsupportedModelError(f"The model {name} has no layers, so nothing can be bounded.")
-    if lookback and name == "gemma2":
-        raise UnsupportedModelError(
-            "The model gemma2 writes its attention out, so a block's tokens can't evict one by "
-            "one: use lookback=0."
-        )
     if name in REFUSED:
         raise UnsupportedModelError(f"The model {name} can't be bounded: {REFUSED[name]}.")
     bounded = [
         _bounded(name, cache, partial(make, policy, policy.layer_budget(layer, len(caches)), layer))
         for layer, cache in enumerate(caches)
     ]
+    if name in ONE_MASK and len({cache.budget for cache in velox_caches(bounded)}) > 1:
+        raise UnsupportedModelError(
+            f"The model {name} uses one mask for all layers, so they must keep equally many rows: "
+            "give one budget for all."
+        )
+    if lookback:
+        _check_lookback(name, bounded, policy)
     if not any(velox_caches(bounded)):
         kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
         raise UnsupportedModelError(
@@ -111,6 +142,23 @@ def _bounded(model: str, cache: Any, make: Callable[[], VeloxCache]) -> Any:
         f"The model {model} can't be bounded: a layer has a cache of type {kind}, and velox "
         f"replaces only plain KVCache entries and keeps {', '.join(BOUNDED)} as they are."
     )
+
+
+def _check_lookback(model: str, caches: list[Any], policy: Policy) -> None:
+    why = WHOLE_BLOCKS.get(model)
+    if model in LATENT or (model == "plamo" and policy.n_queries):
+        why = "it attends with other keys than it stores"
+    if why:
+        raise UnsupportedModelError(
+            f"The model {model} can't let a block's tokens evict one by one: {why}. Use lookback=0."
+        )
+    for cache in caches:
+        kind = type(cache).__name__
+        if kind in ("RotatingKVCache", "ArraysCache", "CacheList"):
+            raise UnsupportedModelError(
+                f"The model {model} has layers with a {kind}, which in mlx-lm itself can't take "
+                "tokens back, so speculative decoding won't work. Use lookback=0."
+            )
 
 
 def _own_caches(model: Any) -> list[Any]:
