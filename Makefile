@@ -23,7 +23,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo compare test lint clean
+.PHONY: help venv demo compare test lint docs clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,15 @@ lint: $(STAMP) ## check style, format and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	MYPYPATH=tools $(RUN) -m mypy
+
+# Built from a copy: zensical keeps its own files in .cache beside the configuration.
+docs: $(STAMP) ## build the guide in site/, warnings as errors
+	@$(RUN) -c 'import zensical, mkdocstrings_handlers.python' 2>/dev/null || \
+		$(RUN) -m pip install --quiet -e '.[docs]'
+	rm -rf build/docs site && mkdir -p build/docs
+	cp -R docs mkdocs.yml build/docs/
+	cd build/docs && ../../$(RUN) -m zensical build --strict
+	mv build/docs/site site
 
 clean: ## remove all that these tasks made, environment and model too
 	rm -rf $(VENV) .cache .demo build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

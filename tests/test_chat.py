@@ -147,13 +147,34 @@ def test_templates_that_show_a_conversation_otherwise(chat_folder, tmp_path, tem
         assert later == f"{close}^user\nTwo velox-reply~\n^assistant\n"
 
 
-def test_without_a_template(folder, fed):
+def test_without_a_template(folder):
     """Each line as it is, after all that went before."""
-    replies, _ = chat(folder, "--system", "Hm.", say=["Hello", "Bye"], budget=WIDE)
+    replies, _ = chat(folder, say=["Hello", "Bye"], budget=WIDE)
     model, tokenizer = mlx_lm.load(folder)
-    first = mlx_lm.generate(model, tokenizer, "Hm.\nHello", max_tokens=12)
-    second = mlx_lm.generate(model, tokenizer, f"Hm.\nHello{first}Bye", max_tokens=12)
+    first = mlx_lm.generate(model, tokenizer, "Hello", max_tokens=12)
+    second = mlx_lm.generate(model, tokenizer, f"Hello{first}Bye", max_tokens=12)
     assert replies == f"{first}\n{second}\n"
+    for args in (("--system", "Hm."), ("--pin-system",)):
+        _, said = chat(folder, *args, say=["Hello"], code=2)
+        assert "--system and --pin-system need a chat template" in said
+
+
+def test_what_is_pinned_stays(chat_folder, monkeypatch):
+    """The system prompt and the first message's opening, through a long conversation."""
+    talks = []
+    reset = Conversation.reset
+    monkeypatch.setattr(Conversation, "reset", lambda self: talks.append(self) or reset(self))
+    say = [f"This is turn {turn} of it all." for turn in range(12)]
+    system = "Be brief, and kind."
+    chat(chat_folder, "--system", system, say=say, budget="64")
+    n = len(f"^system\n{system}~\n^user\n")
+    first = set(range(n))
+    assert not first <= set(talks[-1].cache[0].positions.flatten().tolist())
+    args = ("--system", system, "--pin-system", "--protect", 'pin:{"tokens": [50]}')
+    chat(chat_folder, *args, say=[*say, "/reset", *say], budget="64")
+    for layer in talks[-1].cache:
+        assert first | {50} <= set(layer.positions.flatten().tolist())
+        assert layer.size() == 64
 
 
 # What the user sees
@@ -246,6 +267,7 @@ def test_a_reply_comes_before_the_next_line(chat_folder):
         (("--policy", "tofa"), "no policy 'tofa' is installed"),
         (("--policy", "tova", "--budget", "0"), "budget=0 isn't allowed"),
         (("--policy", "tova", "-o", "bugdet=3"), "has no option 'bugdet'"),
+        (("--policy", "tova", "--protect", "pun"), "no protector 'pun' is installed"),
         (("--policy", "tova", "--temp", "-1"), "Invalid value for '--temp'"),
         (("--policy", "tova"), "there is no model folder ./no/such"),
         ((), "Missing option '--policy'"),

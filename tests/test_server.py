@@ -32,7 +32,7 @@ see, site = fake_plugins.see, fake_plugins.site  # fixtures
 
 BUDGET = 32
 LONG = "Tell me about the sea, and the ships on it, and the men aboard. " * 4
-WAIT = 30  # seconds that anything may take
+WAIT = 60  # seconds that anything may take
 
 
 @contextmanager
@@ -378,6 +378,7 @@ def test_help():
         (("--policy", "tova", "--budget", "x"), "argument --budget: invalid int value: 'x'"),
         (("--policy", "tova", "--option", "x"), "--option 'x' must be key=value"),
         (("--policy", "tova", "-o", "bugdet=3"), "has no option 'bugdet'"),
+        (("--policy", "tova", "--protect", "pun"), "no protector 'pun' is installed"),
         (("--policy", "tova", "--temp", "hot"), "argument --temp: invalid float value: 'hot'"),
         (("--policy", "tova", "--nonesuch", "3"), "unrecognized arguments: --nonesuch 3"),
         (("--policy", "tova", "--model", "/no/such"), "there is no model folder /no/such"),
@@ -447,6 +448,7 @@ def process(folder, *args, tmp_path):
 
 def test_as_a_process(chat_folder, tmp_path):
     args = ("--policy", "tova", "--budget", "32", "-o", "scope=head", "--max-tokens", "9")
+    args += ("--protect", 'pin:{"tokens": [9]}')
     with process(chat_folder, *args, tmp_path=tmp_path) as port:
         (model,) = client(port).models.list()
         assert model.id == str(Path(chat_folder).resolve())

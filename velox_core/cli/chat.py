@@ -13,6 +13,7 @@ import click
 
 from .generate import describe_cache, held, load_model, parse_options, progress
 from .output import console, table
+from .pinning import before_message, protectors
 
 if TYPE_CHECKING:
     from ..policy import Policy
@@ -36,7 +37,14 @@ Ctrl-C ends a reply, Ctrl-D the conversation."""
     metavar="KEY=VALUE",
     help="Any option of the policy; repeatable. Values are JSON, or else taken as text.",
 )
-@click.option("--system", help="A system prompt. Like any other text it is evicted in the end.")
+@click.option("--system", help="A system prompt.")
+@click.option("--pin-system", is_flag=True, help="Never evict what comes before the first message.")
+@click.option(
+    "--protect",
+    multiple=True,
+    metavar="NAME[:{…}]",
+    help="A protector beside the policy, with options in JSON; see `velox policies --protectors`.",
+)
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=512, show_default=True)
 @click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
 @click.option("--seed", type=int, help="Seed of the sampling.")
@@ -53,6 +61,8 @@ def chat(
     budget: int | None,
     options: tuple[str, ...],
     system: str | None,
+    pin_system: bool,
+    protect: tuple[str, ...],
     max_tokens: int,
     temp: float,
     seed: int | None,
@@ -65,13 +75,24 @@ def chat(
     """
     from ..registry import load_policy
 
-    policy = load_policy(name, **parse_options(options, budget))
+    given, extras = parse_options(options, budget), protectors(protect)
+    policy = load_policy(name, protect=extras, **given)
 
     import mlx.core as mx
     from mlx_lm.sample_utils import make_sampler
 
+    from ..protectors import Pin
+
     network, tokenizer = load_model(model)
+    if not tokenizer.has_chat_template and (system is not None or pin_system):
+        raise click.UsageError(
+            "--system and --pin-system need a chat template, and this model has none"
+        )
     talk = Conversation(network, tokenizer, policy, system)
+    if pin_system:
+        pinned = Pin(range(before_message(talk.opening, "Hello")))
+        talk.policy = load_policy(name, protect=[*extras, pinned], **given)
+        talk.reset()
     if seed is not None:
         mx.random.seed(seed)
     sampler = make_sampler(temp=temp)
@@ -136,23 +157,25 @@ class Conversation:
                 self._last = response.token
                 yield response.text
 
-    def _tokens(self, text: str) -> list[int]:
-        """What the cache lacks for the model to answer."""
-        if not self.tokenizer.has_chat_template:
-            first = not self.turns
-            said = f"{self.system}\n{text}" if first and self.system else text
-            return list(self.tokenizer.encode(said, add_special_tokens=first))
-        said = self._later_turn(text) if self.turns else self._first_turn(text)
-        tokens = list(self.tokenizer.encode(said, add_special_tokens=False))
-        # The template closes the reply before; the model has mostly done so itself.
-        closed = self.turns > 0 and tokens[:1] == [self._last]
-        return tokens[1:] if closed else tokens
-
-    def _first_turn(self, text: str) -> str:
+    def opening(self, text: str) -> list[int]:
+        """The tokens of a first turn, in the chat template."""
         messages = [{"role": "user", "content": text}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        return self._render(messages)
+        return self._encode(self._render(messages))
+
+    def _tokens(self, text: str) -> list[int]:
+        """What the cache lacks for the model to answer."""
+        if not self.tokenizer.has_chat_template:
+            return list(self.tokenizer.encode(text, add_special_tokens=not self.turns))
+        if not self.turns:
+            return self.opening(text)
+        tokens = self._encode(self._later_turn(text))
+        # The template closes the reply before; the model has mostly done so itself.
+        return tokens[1:] if tokens[:1] == [self._last] else tokens
+
+    def _encode(self, rendered: str) -> list[int]:
+        return list(self.tokenizer.encode(rendered, add_special_tokens=False))
 
     def _later_turn(self, text: str) -> str:
         """What the template puts after a reply: its close, the message, and the reply's opening.

@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from .generate import find_model, parse_options
+from .pinning import protectors
 
 
 @click.command(
@@ -27,7 +28,8 @@ def serve(args: tuple[str, ...]) -> None:
     from ..registry import load_policy
 
     given = parse(server.flags(), args)
-    policy = load_policy(given.policy, **parse_options(tuple(given.option), given.budget))
+    options = parse_options(tuple(given.option), given.budget)
+    policy = load_policy(given.policy, protect=protectors(given.protect), **options)
     if not 0 <= given.port < 2**16:  # the system would take it modulo that
         raise click.UsageError(f"--port {given.port} isn't a port: 0 to 65535 are")
     if given.model is not None:
@@ -67,6 +69,14 @@ def parse(parser: argparse.ArgumentParser, args: tuple[str, ...]) -> argparse.Na
         default=[],
         metavar="KEY=VALUE",
         help="Any option of the policy; repeatable. Values are JSON, or else taken as text",
+    )
+    own.add_argument(
+        "--protect",
+        action="append",
+        default=[],
+        metavar="NAME[:{…}]",
+        help="A protector beside the policy, with options in JSON; see `velox policies "
+        "--protectors`",
     )
 
     def error(message: str) -> NoReturn:
