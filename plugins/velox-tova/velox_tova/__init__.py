@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import attrs
 import mlx.core as mx
+
 from velox_core import Policy, Rows, hookimpl
 
 __all__ = ["TOVA"]
