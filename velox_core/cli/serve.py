@@ -74,8 +74,8 @@ def parse(parser: argparse.ArgumentParser, args: tuple[str, ...]) -> argparse.Na
         "--protect",
         action="append",
         default=[],
-        metavar="NAME[:{…}]",
-        help="A protector beside the policy, with options in JSON; see `velox policies "
+        metavar="NAME:{…}",
+        help="A protector beside the policy, with options in JSON, if any; see `velox policies "
         "--protectors`",
     )
 
