@@ -236,7 +236,7 @@ def test_parametrize_in_a_project_of_its_own(tmp_path):
             """
         )
     )
-    command = [sys.executable, "-m", "pytest", "-rA", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-rA", "--tb=short"]
     # Only what needs little time: one check of each kind of outcome.
     command += ["-k", "ties or score or nan_keys or cost", str(tmp_path)]
     done = subprocess.run(
