@@ -5,6 +5,7 @@ that; one that keeps an array which nobody evaluates holds its whole history.
 """
 
 import io
+from typing import ClassVar
 
 import attrs
 import mlx.core as mx
@@ -13,7 +14,7 @@ import pytest
 import tiny_models
 from mlx_lm.models.cache import KVCache
 
-from velox_core import load_policy, make_cache
+from velox_core import Policy, hookimpl, load_policy, make_cache
 
 # What makes MLX evaluate from Python: values of an array, its text, and the calls themselves.
 READS = (
@@ -170,6 +171,62 @@ def test_memory_and_graph_stay_flat(model, remembering, name, budget, steps):
         row = 2 * 2 * 16 * 4 + 4 * 2  # keys and values of two heads; position, score
         grown = memory[600] - memory[150]
         assert grown <= (600 - 150 + 256) * row + 1024, memory
+
+
+class Inattentive(Policy):
+    """It asks for eight queries and looks at none."""
+
+    hook_version: ClassVar[int] = 1
+    n_queries: ClassVar[int] = 8
+
+    @hookimpl
+    def score(self, rows):
+        return rows.positions.astype(mx.float32)
+
+
+class Stubborn(Policy):
+    """It chooses by scores alone, and never looks at where the rows are."""
+
+    hook_version: ClassVar[int] = 1
+    n_queries: ClassVar[int] = 1
+
+    @hookimpl
+    def score(self, rows):
+        return rows.pool(rows.attention(last=1)).squeeze(2)
+
+    @hookimpl
+    def evict(self, rows, scores, protected, count):
+        return mx.argsort(scores, axis=-1)[..., :count]
+
+
+class Forgetful(Policy):
+    """It sums scores up and then doesn't choose by them."""
+
+    hook_version: ClassVar[int] = 1
+    n_queries: ClassVar[int] = 1
+    every_step: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows):
+        return rows.scores + rows.pool(rows.attention(last=1)).squeeze(2)
+
+    @hookimpl
+    def evict(self, rows, scores, protected, count):
+        return mx.argsort(rows.positions, axis=-1)[..., :count]
+
+
+@pytest.mark.parametrize("cls", [Inattentive, Stubborn, Forgetful])
+def test_what_no_hook_looks_at_doesnt_grow(model, cls):
+    """Whatever a policy leaves unread, the core evaluates along with the keys."""
+    policy = attrs.frozen(eq=False, kw_only=True)(cls)(budget=16, n_sink=0)
+    cache, token, behind = make_cache(model, policy), mx.array([[1]]), []
+    model(mx.full((1, 20), 2), cache=cache)
+    for _ in range(3):
+        for _ in range(30):
+            token = mx.argmax(model(token, cache=cache)[:, -1:], axis=-1)
+            mx.eval(token)
+        behind.append(graph(*arrays_in(vars(cache[0]))))
+    assert behind[0] == behind[1] == behind[2] <= 20, behind
 
 
 def test_growth_is_noticed(model):

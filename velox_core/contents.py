@@ -66,29 +66,34 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         start, limit = self._rows, self._limit
         self._rows += self._n_new
         self._positions = storage.write(self._positions, positions, start, limit)
-        beside = [self._positions, self._window, self._window_positions]
         if self.policy.every_step:
             nothing = mx.zeros(positions.shape, mx.float32)
             self._scores = storage.write(self._scores, nothing, start, limit)
-            beside.append(self._scores)
-        # What isn't needed before rows go is evaluated along with the keys all the same: its
-        # graph would grow with every token.
-        keys = storage.write(self.keys, self._stored(keys), start, limit)
-        values = storage.write(self.values, self._stored(values), start, limit)
-        tied = mx.depends(storage.arrays(keys, values), storage.arrays(*beside))
-        half = len(tied) // 2  # one array each, or three where they are quantised
-        self.keys = tied[0] if half == 1 else tuple(tied[:half])
-        self.values = tied[1] if half == 1 else tuple(tied[half:])
+        self._keep(
+            storage.write(self.keys, self._stored(keys), start, limit),
+            storage.write(self.values, self._stored(values), start, limit),
+        )
 
     def _overwrite(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
         hole = self._hole
         assert hole is not None
-        self.keys = storage.put(self.keys, self._stored(keys), hole)
-        self.values = storage.put(self.values, self._stored(values), hole)
         self._positions = storage.put(self._positions, positions, hole)
         if self._scores is not None:
             self._scores = storage.put(self._scores, mx.zeros(positions.shape), hole)
+        self._keep(
+            storage.put(self.keys, self._stored(keys), hole),
+            storage.put(self.values, self._stored(values), hole),
+        )
         self._overwritten, self._hole = hole, None
+
+    def _keep(self, keys: Any, values: Any) -> None:
+        """Hold these. What goes with them is evaluated along with them, needed or not: a graph
+        that nobody evaluates would grow with every token."""
+        beside = storage.arrays(*(getattr(self, name) for name in ARRAYS[2:]))
+        tied = mx.depends(storage.arrays(keys, values), beside)
+        half = len(tied) // 2  # one array each, or three where they are quantised
+        self.keys = tied[0] if half == 1 else tuple(tied[:half])
+        self.values = tied[1] if half == 1 else tuple(tied[half:])
 
     def _close_up(self, gone: mx.array) -> None:
         """Let the rows ``gone``, ``[batch, heads or 1, count]``, go; the others close up in the
