@@ -307,6 +307,6 @@ class Slow(Right):
     def score(self, rows):
         weights = rows.pool(rows.attention(last=1)).squeeze(2)
         parts = [weights[..., i : i + 1] for i in range(weights.shape[-1])]
-        for _ in range(8):
+        for _ in range(20):
             parts = [mx.sqrt(part * part) for part in parts]
         return mx.concatenate(parts, axis=-1)
