@@ -149,15 +149,31 @@ def talk(server, name, texts, start=lambda: None):
     for i in range(3):
         said.append(f"{name}, {i}: {LONG}")
         start()
-        reply = stream(connected, *said, max_tokens=100, logit_bias={ord("~"): -100})  # to the last
+        reply = stream(connected, *said, max_tokens=60, logit_bias={ord("~"): -100})  # to the last
         said.append("".join(reply))
-        assert len(said[-1]) == 100
+        assert len(said[-1]) == 60
     texts[name] = said
+
+
+def in_pairs(generator):
+    """Has requests wait for one another, two by two."""
+    next_request, taken = generator._next_request, []
+
+    def wait(timeout=None):
+        if len(taken) % 2 == 0 and generator.requests.qsize() < 2:
+            time.sleep(0.002)
+            return None
+        request = next_request(timeout)
+        taken.extend([request] * (request is not None))
+        return request
+
+    generator._next_request = wait
 
 
 def test_long_conversations_at_once(chat_folder, seen):
     texts, alone = {}, {}
     with serving(chat_folder) as server:
+        in_pairs(server.generator)
         both = threading.Barrier(2)
         threads = [
             threading.Thread(target=talk, args=(server, name, texts, lambda: both.wait(WAIT)))
