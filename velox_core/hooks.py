@@ -33,8 +33,8 @@ class EvictionPolicy:
         """How much each row matters: float32, higher stays longer.
 
         Called once a block, after the model attended to it, when rows must go (or after every
-        block where the policy sets ``every_step``). What it returns comes back next time as
-        ``rows.scores``.
+        block where the policy sets ``every_step``; what it returns then comes back next time as
+        ``rows.scores``).
         """
         raise NotImplementedError
 

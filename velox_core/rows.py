@@ -51,12 +51,12 @@ class Rows:
     values: mx.array
     #: ``[batch, heads or 1, rows]`` int32: each row's true position in its sequence; -1 is empty.
     positions: mx.array
-    #: ``[batch, heads or 1, rows]`` float32: what ``score`` returned last time, moved along with
-    #: the rows; 0 for rows that weren't there yet.
+    #: ``[batch, heads or 1, rows]`` float32: for a policy with ``every_step``, what ``score``
+    #: returned last time, moved along with the rows, 0 for rows that weren't there yet; else 0.
     scores: mx.array
-    #: ``[batch, n]`` int32: the queries' positions; -1 is no query.
+    #: ``[batch or 1, n]`` int32: the queries' positions; -1 is no query.
     query_positions: mx.array
-    #: ``[batch, 1, 1]`` int32: the position of each sequence's newest token.
+    #: ``[batch or 1, 1, 1]`` int32: the position of each sequence's newest token.
     newest: mx.array
     #: How many tokens the newest block had (padding of a batch counted).
     n_new: int
