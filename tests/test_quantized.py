@@ -305,6 +305,9 @@ def test_saved_and_loaded(name, bits, tmp_path):
     for layer in loaded:
         assert type(layer) is QuantizedVeloxCache
         assert (layer.bits, layer.group_size, layer.offset) == (bits, GROUP, 25)
+    save_prompt_cache(path, loaded)  # at once, and read again
+    loaded = load_prompt_cache(path)
+    assert [layer.nbytes for layer in loaded] == [layer.nbytes for layer in cache]
     for token in prompt_of(12, seed=1):
         assert mx.array_equal(feed(model, cache, [token]), feed(model, loaded, [token]))
     assert all(map(np.array_equal, positions_of(cache), positions_of(loaded)))

@@ -384,10 +384,12 @@ ACTS = st.one_of(
 )
 # The row overwritten by the newest token; part of a block, then the rest; all; too much.
 @example([("feed", 12), ("feed", 1), ("trim", 1), ("feed", 1), ("feed", 1)], 8, "layer")
+@example([("feed", 12), ("feed", 1), ("feed", 1), ("trim", 1), ("feed", 1)], 8, "head")
 @example([("feed", 5), ("feed", 12), ("trim", 5), ("trim", 7), ("feed", 3)], 8, "head")
 @example([("feed", 5), ("feed", 1), ("trim", 40), ("feed", 3)], 24, "layer")
 @example([("feed", 12), ("feed", 3), ("trim", 4), ("trim", 2), ("feed", 1)], 8, "layer")
-@example([*[("feed", 3), ("trim", 2), ("feed", 1)] * 6, ("trim", 4), ("feed", 2)], 6, "layer")
+# Tokens taken back that came before marked rows were let go to make room.
+@example([("feed", 12), *[("feed", 3), ("feed", 1), ("trim", 3)] * 16], 6, "layer")
 def test_trim_is_exact_or_nothing(name, lookback, acts, budget, scope):
     model, policy = tiny(), policy_of(name, budget, scope)
     ours, fed = make_cache(model, policy, lookback=lookback), Fed(lookback)

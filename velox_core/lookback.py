@@ -60,7 +60,9 @@ class LookbackCache(VeloxCache):
         n = keys.shape[2]
         if n > self.lookback:
             return super().update_and_fetch(keys, values)
-        self._make_room(n)
+        self._settle(next_block=n)
+        if self._rows + n > self._limit:
+            self._drop_old()
         self._n_new, self._mask = n, None
         heads = keys.shape[1] if self.policy.scope == "head" else 1
         self._append(keys, values, mx.full((keys.shape[0], heads, n), -1, dtype=mx.int32))
@@ -88,8 +90,6 @@ class LookbackCache(VeloxCache):
                 f"Layer {self.layer} attends through a sliding window. Use a cache without "
                 "lookback."
             )
-        if self.lookback >= N:
-            self._make_room(N)  # now: the mask is for the rows that are there then
         return super().make_mask(N, return_array)
 
     def attention_mask(self, mask: Any, query_heads: int) -> Any:
@@ -171,11 +171,6 @@ class LookbackCache(VeloxCache):
             self._past.clear()
             self._mask = None
             self._drop_empty()
-
-    def _make_room(self, n: int) -> None:
-        self._settle(next_block=n)
-        if self._rows + n > self._limit:
-            self._drop_old()
 
     def _drop_old(self) -> None:
         """Let go for good of the rows that were marked before the oldest moment kept."""
