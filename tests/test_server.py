@@ -157,9 +157,10 @@ def talk(server, name, texts, start=lambda: None):
 
 def in_pairs(generator):
     """Has requests wait for one another, two by two."""
-    next_request, taken = generator._next_request, []
+    next_request, taken, arrived = generator._next_request, [], threading.Event()
 
     def wait(timeout=None):
+        arrived.set()
         if len(taken) % 2 == 0 and generator.requests.qsize() < 2:
             time.sleep(0.002)
             return None
@@ -168,6 +169,7 @@ def in_pairs(generator):
         return request
 
     generator._next_request = wait
+    assert arrived.wait(WAIT)  # a call of the old one could take a request uncounted
 
 
 def test_long_conversations_at_once(chat_folder, seen):
