@@ -17,6 +17,7 @@ from ..errors import VeloxError
 from .chat import chat
 from .check import check
 from .doctor import doctor
+from .eval import evaluate
 from .generate import generate
 from .new import new
 from .policies import policies
@@ -76,5 +77,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (generate, chat, serve, policies, check, new, doctor):
+for command in (generate, chat, serve, policies, check, evaluate, new, doctor):
     main.add_command(command)

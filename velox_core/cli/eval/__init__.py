@@ -1,0 +1,14 @@
+"""``velox eval``: what a policy costs, measured. One file a subcommand."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group("eval")
+def evaluate() -> None:
+    """Measure what each policy loses beside the full cache.
+
+    Results are appended to a file as they come, so a run that was stopped goes on where it was.
+    `velox report` makes a page of them.
+    """
