@@ -40,10 +40,8 @@ class Results:
         """The newest record with these values, or None."""
         # A tuple comes back from the file as a list.
         wanted: dict[str, Any] = json.loads(json.dumps(key))
-        for record in reversed(self.records()):
-            if record.items() >= wanted.items():
-                return record
-        return None
+        found = [record for record in self.records() if record.items() >= wanted.items()]
+        return found[-1] if found else None
 
     def append(self, record: dict[str, Any]) -> None:
         """Write the record, with velox's version, as a whole line after the last whole one.
