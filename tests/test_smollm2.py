@@ -13,10 +13,10 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from oracle import Oracle, as_numpy
 
 from velox_core import load_policy, make_cache
+from velox_core.evaluation.perplexity import perplexity, stream_nll
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
-import perplexity
 import smollm2
 import text
 
@@ -107,8 +107,8 @@ def perplexities(loaded, tokens):
     model = loaded[0]
 
     def measure(cache):
-        nll = perplexity.stream_nll(model, tokens, cache, block=16, first_scored=150)
-        return perplexity.perplexity(nll)
+        nll = stream_nll(model, tokens, cache, block=16, first_scored=150)
+        return perplexity(nll)
 
     def tova(**options):
         return make_cache(model, load_policy("tova", budget=48, **options))

@@ -19,7 +19,6 @@ import attrs
 import click
 import mlx.core as mx
 from demo import warn_of_slow_blas
-from perplexity import perplexity, stream_nll
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -65,6 +64,7 @@ def compare(
     from mlx_lm.models.cache import KVCache
 
     import velox_core
+    from velox_core.evaluation.perplexity import perplexity, stream_nll
 
     def full() -> list[Any]:
         return [KVCache() for _ in model.layers]

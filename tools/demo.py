@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 import mlx.core as mx
-from perplexity import perplexity, stream_nll
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -57,6 +56,8 @@ def measure(
 ) -> Result:
     """Read the tokens with this cache, then generate, greedily."""
     from mlx_lm.generate import generate_step
+
+    from velox_core.evaluation.perplexity import perplexity, stream_nll
 
     started = time.perf_counter()
     nll = stream_nll(model, tokens, cache, block, len(tokens) - scored, advance)
