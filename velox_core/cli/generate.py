@@ -166,6 +166,8 @@ def read_prompt(prompt: str | None, file: str | None, stdin: str | None) -> str:
 
 def parse_options(options: tuple[str, ...], budget: int | None) -> dict[str, Any]:
     """``--option`` and ``--budget`` as ``load_policy`` takes them."""
+    from ..evaluation.policies import option_value
+
     parsed: dict[str, Any] = {}
     for option in options:
         key, equals, value = option.partition("=")
@@ -173,10 +175,7 @@ def parse_options(options: tuple[str, ...], budget: int | None) -> dict[str, Any
             raise click.UsageError(f"--option {option!r} must be key=value")
         if key == "protect":  # load_policy's own, and nothing that fits on a command line
             raise click.UsageError("'protect' can't be given as an --option")
-        try:
-            parsed[key] = json.loads({"True": "true", "False": "false"}.get(value, value))
-        except ValueError:
-            parsed[key] = value
+        parsed[key] = option_value(value)
     if budget is not None:
         if "budget" in parsed:
             raise click.UsageError("give the budget once: --budget or --option budget=…")
