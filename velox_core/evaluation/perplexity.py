@@ -14,10 +14,101 @@ A record, of kind ``"perplexity"``, holds one cache's reading of a text:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import attrs
 import mlx.core as mx
+
+from ..errors import VeloxError
+from ..model import make_cache
+from .caches import full, rotating
+from .policies import PolicySpec
+
+Progress = Callable[[int], object]
+
+
+@attrs.frozen
+class Case:
+    """One cache at one budget.
+
+    Args:
+        policy: as the record has it; so are ``options`` and ``budget``.
+        cost: tokens that are read in all.
+        read: gives the nll of the scored tokens; it takes what is told of the tokens read.
+    """
+
+    policy: str
+    options: dict[str, Any]
+    budget: int | None
+    cost: int
+    read: Callable[[Progress | None], mx.array]
+
+    def measure(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Read the text; give what the record says of it: ``nll``, ``perplexity``, ``seconds``.
+
+        Raises:
+            VeloxError: the model gives no numbers, and so no perplexity.
+        """
+        started = time.perf_counter()
+        nll = self.read(progress)
+        value = perplexity(nll)
+        if not math.isfinite(value):
+            raise VeloxError(f"{self.policy}: the model's logits aren't numbers, or far out")
+        return {
+            "nll": math.log(value),
+            "perplexity": value,
+            "seconds": time.perf_counter() - started,
+        }
+
+
+def cases(
+    model: Any,
+    tokens: Sequence[int],
+    policies: Iterable[PolicySpec],
+    budgets: Iterable[int],
+    block: int,
+    first_scored: int,
+    opening: int = 0,
+) -> list[Case]:
+    """The full cache, and at each budget the rotating one, the truncated text and each policy.
+
+    Args:
+        tokens: the text.
+        block: tokens fed at a time.
+        first_scored: the first token that counts, at least 1: nothing foretells token 0.
+        opening: as for ``truncated_nll``.
+
+    Raises:
+        VeloxError: what ``load_policy`` and ``make_cache`` raise, before anything is read.
+    """
+    n = len(tokens) - 1
+
+    def streamed(make: Callable[[], list[Any]]) -> Callable[[Progress | None], mx.array]:
+        return lambda progress: stream_nll(model, tokens, make(), block, first_scored, progress)
+
+    found = [Case("full", {}, None, n, streamed(lambda: full(model)))]
+    policies = list(policies)
+    for budget in budgets:
+
+        def truncated(progress: Progress | None, budget: int = budget) -> mx.array:
+            return truncated_nll(
+                model, tokens, lambda: full(model), budget, block, first_scored, opening, progress
+            )
+
+        found += [
+            Case("rotating", {}, budget, n, streamed(partial(rotating, model, budget))),
+            Case("truncated", {}, budget, truncated_work(len(tokens), budget, block), truncated),
+        ]
+        for spec in policies:
+            policy = spec.load(budget)
+            make = partial(make_cache, model, policy)
+            make()  # what it refuses, it refuses now
+            options = {name: value for name, value in policy.options().items() if name != "budget"}
+            found.append(Case(spec.text, options, budget, n, streamed(make)))
+    return found
 
 
 def stream_nll(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from .perplexity import perplexity
+
 
 @click.group("eval")
 def evaluate() -> None:
@@ -12,3 +14,7 @@ def evaluate() -> None:
     Results are appended to a file as they come, so a run that was stopped goes on where it was.
     `velox report` makes a page of them.
     """
+
+
+for command in (perplexity,):
+    evaluate.add_command(command)

@@ -46,6 +46,16 @@ STYLE: dict[str, Any] = {
 }
 
 
+def need_matplotlib() -> None:
+    """Raise ``VeloxError`` unless matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise VeloxError(
+            f"plots need {error.name}, which isn't installed: pip install 'velox-kv[eval]'"
+        ) from error
+
+
 def styled(plot: Callable[[list[Record]], Figure]) -> Callable[[list[Record]], Figure]:
     """Let a function that plots do so in velox's style, and say so where matplotlib is missing.
 
@@ -55,13 +65,10 @@ def styled(plot: Callable[[list[Record]], Figure]) -> Callable[[list[Record]], F
 
     @functools.wraps(plot)
     def drawn(records: list[Record]) -> Figure:
-        try:
-            from cycler import cycler
-            from matplotlib import rc_context
-        except ModuleNotFoundError as error:
-            raise VeloxError(
-                f"plots need {error.name}, which isn't installed: pip install 'velox-kv[eval]'"
-            ) from error
+        need_matplotlib()
+        from cycler import cycler
+        from matplotlib import rc_context
+
         style: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
         with rc_context(style):
             return plot(records)
@@ -84,11 +91,12 @@ def figure(
     return made, made.subplots(rows, columns, squeeze=False, **kwargs)
 
 
-def check_format(path: Path) -> Path:
-    """The path of a plot's file, if its ending is one that can be written.
+def check_plot(path: Path) -> Path:
+    """The path, if a plot can be drawn and written there.
 
     Raises:
-        VeloxError: it isn't, or there is no such folder.
+        VeloxError: it can't: matplotlib isn't installed, the name has another ending than those of
+            ``FORMATS``, or there is no such folder.
     """
     if path.suffix.lower() not in FORMATS:
         raise VeloxError(
@@ -96,6 +104,7 @@ def check_format(path: Path) -> Path:
         )
     if not path.parent.is_dir():
         raise VeloxError(f"no folder {path.parent} for the plot: make it, or name another")
+    need_matplotlib()
     return path
 
 
