@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from ..errors import VeloxError
+from .bench import bench
 from .chat import chat
 from .check import check
 from .doctor import doctor
@@ -77,5 +78,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (generate, chat, serve, policies, check, evaluate, new, doctor):
+for command in (generate, chat, serve, policies, check, evaluate, bench, new, doctor):
     main.add_command(command)

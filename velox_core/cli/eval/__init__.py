@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .perplexity import perplexity
+from .retention import retention
 
 
 @click.group("eval")
@@ -16,5 +17,5 @@ def evaluate() -> None:
     """
 
 
-for command in (perplexity,):
+for command in (perplexity, retention):
     evaluate.add_command(command)

@@ -6,9 +6,11 @@ records. matplotlib is imported when a plot is made, not before.
 
 from __future__ import annotations
 
-from . import perplexity
+from . import bench, perplexity, retention
 from .display import Display
 
 DISPLAYS: dict[str, Display] = {
     "perplexity": perplexity.DISPLAY,
+    "retention": retention.DISPLAY,
+    "bench": bench.DISPLAY,
 }

@@ -1,0 +1,130 @@
+"""``velox bench``: how fast each cache is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .generate import load_model
+from .measuring import (
+    Numbers,
+    bar,
+    model_option,
+    open_results,
+    output_options,
+    policies_option,
+)
+from .output import console, table
+
+MEASURES = ("speed", "context", "batch", "hooks", "import")
+
+
+class Measures(click.ParamType[tuple[str, ...]]):
+    """Some of ``MEASURES``, with commas between."""
+
+    name = "measures"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> tuple[str, ...]:
+        one = click.Choice(MEASURES)
+        return tuple(one(piece.strip(), param, context) for piece in str(value).split(","))
+
+
+def number(flag: str, default: int, text: str) -> Callable[[Any], Any]:
+    """An option for a whole number of at least 1."""
+    return click.option(flag, type=click.IntRange(1), default=default, show_default=True, help=text)
+
+
+@click.command()
+@model_option
+@policies_option
+@number("--budget", 512, "Rows that each layer keeps.")
+@click.option(
+    "--measures",
+    type=Measures(),
+    default=",".join(MEASURES),
+    show_default=True,
+    help="What to measure.",
+)
+@number("--prompt", 4096, "Tokens of the prompt that 'speed' reads.")
+@click.option(
+    "--contexts",
+    type=Numbers(),
+    default="1024,4096,8192",
+    show_default=True,
+    help="Rows of the full caches of 'context'.",
+)
+@number("--long", 4096, "Rows of each full cache of 'batch'.")
+@click.option(
+    "--batches",
+    type=Numbers(),
+    default="1,4",
+    show_default=True,
+    help="How many such caches; the others get as many sequences as fit in the same rows.",
+)
+@number("--block", 512, "Tokens of a prompt that are read at once.")
+@number("--rounds", 15, "How often each cache is timed, in turn with the others.")
+@number("--steps", 16, "Tokens that each decodes in a round.")
+@output_options
+def bench(
+    model: str,
+    policies: str,
+    budget: int,
+    measures: tuple[str, ...],
+    prompt: int,
+    contexts: tuple[int, ...],
+    long: int,
+    batches: tuple[int, ...],
+    block: int,
+    rounds: int,
+    steps: int,
+    out: Path,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Time each policy's cache beside mlx-lm's, in the same rounds.
+
+    speed: reading a prompt, decoding with equally many rows, memory. context: decoding beside a
+    full cache that grows. batch: decoding as many sequences as fit in the same memory. hooks: what
+    calling a policy's hooks costs. import: what importing velox and listing policies costs.
+
+    Tokens are made up. Leave the machine alone meanwhile.
+    """
+    from ..evaluation.bench import units
+    from ..evaluation.bench.plan import Plan
+    from ..evaluation.plots import DISPLAYS
+    from ..evaluation.plots.figure import save
+    from ..evaluation.policies import parse_policies
+
+    specs = parse_policies(policies)
+    for spec in specs:
+        spec.load(budget)
+    plan = Plan(policies=specs, budget=budget, rounds=rounds, steps=steps, block=block)
+    results, plot = open_results(out, plot, "bench")
+    keys = [
+        (unit, {"kind": "bench", "model": model, **unit.settings})
+        for unit in units(measures, plan, prompt, contexts, long, batches)
+    ]
+    missing = [(unit, key) for unit, key in keys if results.find(**key) is None]
+    if missing:
+        network = load_model(model)[0]
+    with bar(sum(unit.work for unit, _ in missing)) as advance:
+        for unit, key in missing:
+            cases = unit.measure(network, partial(advance, key["measure"], 1))
+            results.append({**key, "cases": cases})
+    records = [record for _, key in keys if (record := results.find(**key))]
+    display = DISPLAYS["bench"]
+    if as_json:
+        click.echo(json.dumps(records, indent=2, ensure_ascii=False))
+    else:
+        for record in records:
+            click.echo(f"\n{record['measure']}, {record['rounds']} rounds, {record['device']}")
+            console().print(table(*display.table([record])))
+    save(display.plot(records), plot)
+    click.echo(f"Results: {results.path}. Plot: {plot}.", err=True)

@@ -1,0 +1,121 @@
+"""``velox eval retention``: which tokens survive."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+
+from ..generate import load_model
+from ..measuring import (
+    Numbers,
+    bar,
+    model_option,
+    open_results,
+    output_options,
+    policies_option,
+    show,
+    text_option,
+)
+
+
+class Layers(Numbers):
+    """Layers with commas between, or ``all``."""
+
+    def convert(
+        self, value: object, param: click.Parameter | None, context: click.Context | None
+    ) -> tuple[int, ...]:
+        return () if value == "all" else super().convert(value, param, context)
+
+
+@click.command()
+@model_option
+@text_option
+@policies_option
+@click.option(
+    "--budget",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Rows that each layer keeps.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Tokens to read."
+)
+@click.option(
+    "--layers",
+    type=Layers(minimum=0),
+    help="Layers to watch, with commas between, from 0; or all "
+    "[default: the first, the middle and the last]",
+)
+@click.option(
+    "--block", type=click.IntRange(1), default=1, show_default=True, help="Tokens a step."
+)
+@click.option(
+    "--sinks",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="First tokens that always stay: by default none, to see which a policy would keep.",
+)
+@output_options
+def retention(
+    model: str,
+    text: Path,
+    policies: str,
+    budget: int,
+    tokens: int,
+    layers: tuple[int, ...] | None,
+    block: int,
+    sinks: int,
+    out: Path,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Watch which tokens of a text each policy keeps, and for how long.
+
+    The table says how much of what is kept is recent, and how long tokens of each kind stay; the
+    plot shows for each token at which steps it was there.
+    """
+    from ...evaluation.policies import parse_policies
+    from ...evaluation.retention import layers_to_watch
+    from ...evaluation.retention import retention as watch
+    from ...evaluation.survival import classify
+    from ...evaluation.text import digest, first_tokens, read_text
+    from ...registry import load_policy
+
+    specs = parse_policies(policies)
+    options = {spec.text: {"budget": budget, "n_sink": sinks, **spec.options} for spec in specs}
+    loaded = {spec.text: load_policy(spec.name, **options[spec.text]) for spec in specs}
+    results, plot = open_results(out, plot, "retention")
+    written = read_text(text)
+
+    network, tokenizer = load_model(model)
+    sequence = first_tokens(tokenizer, written, tokens)
+    there = layers_to_watch(network, loaded[specs[0].text], layers or None)
+    if layers is None:
+        there = sorted({there[0], there[len(there) // 2], there[-1]})
+    settings = {
+        "kind": "retention",
+        "model": model,
+        "text": text.name,
+        "digest": digest(sequence),
+        "tokens": tokens,
+        "block": block,
+        "sinks": sinks,
+        "layers": there,
+    }
+    keys = {
+        name: {**settings, "policy": name, "options": policy.options()}
+        for name, policy in loaded.items()
+    }
+    missing = [spec for spec in specs if results.find(**keys[spec.text]) is None]
+    classes = classify(tokenizer.decode([token]) for token in sequence)
+    with bar(len(missing) * tokens) as advance:
+        for spec in missing:
+            said = partial(advance, spec.text)
+            found = watch(network, sequence, spec.name, options[spec.text], there, block, said)
+            results.append({**keys[spec.text], "classes": classes, **found})
+    records = [record for key in keys.values() if (record := results.find(**key))]
+    show(records, results, plot, as_json)
