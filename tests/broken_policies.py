@@ -246,6 +246,59 @@ class NoJSON(Right):
     kind: object = mx.float32
 
 
+# Layers
+
+
+@policy
+class NaNInLateLayers(Right):
+    @hookimpl
+    def score(self, rows):
+        weights = rows.pool(rows.attention(last=1)).squeeze(2)
+        return weights if rows.layer < 2 else mx.sqrt(weights - 1)
+
+
+@policy
+class WrongShapeInLateLayers(Right):
+    @hookimpl
+    def score(self, rows):
+        weights = rows.pool(rows.attention(last=1))
+        return weights.squeeze(2) if rows.layer < 2 else weights
+
+
+@policy
+class ForgetsSinksInLateLayers(Right):
+    @hookimpl
+    def protect(self, rows):
+        return rows.positions < (self.n_sink if rows.layer < 2 else 0)
+
+
+@policy
+class SharesAcrossLayers(Right):
+    """Late layers choose by what the first one saw last."""
+
+    memory: dict = attrs.field(factory=dict, init=False)
+
+    @hookimpl
+    def score(self, rows):
+        weights = rows.pool(rows.attention(last=1)).squeeze(2)
+        if rows.layer == 0:
+            self.memory["first"] = weights
+        first = self.memory.get("first")
+        return weights if first is None or first.shape != weights.shape else first
+
+
+@policy
+class StarvesLateLayers(Right):
+    def layer_budget(self, layer, n_layers):
+        return self.budget - layer
+
+
+@policy
+class FeedsFirstLayers(Right):
+    def layer_budget(self, layer, n_layers):
+        return self.budget if n_layers - layer < 2 else 2 * self.budget
+
+
 # Blocks, batches
 
 
@@ -269,6 +322,17 @@ class DecaysEachCall(Right):
     @hookimpl
     def score(self, rows):
         return 0.5 * rows.scores + rows.pool(rows.received(rows.n_new))
+
+
+@policy
+class DecaysSlowly(Right):
+    """Likewise, and so little a block that it takes many to show."""
+
+    every_step: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows):
+        return 0.95 * rows.scores + rows.pool(rows.received(rows.n_new))
 
 
 @policy

@@ -13,7 +13,13 @@ import mlx.core as mx
 import pytest
 
 from velox_core import Pin, PolicyConfigError, UnknownPolicyError, load_policy
-from velox_core.testing import CHECKS, CheckFailed, check_policy, parametrize_policy_checks
+from velox_core.testing import (
+    CHECKS,
+    CheckFailed,
+    check_policy,
+    example_rows,
+    parametrize_policy_checks,
+)
 from velox_core.testing.subject import Subject
 
 OURS = ["tova", "h2o", "morphkv", "streaming"]
@@ -48,8 +54,15 @@ FAILS = {
     broken.CopiesLoseOptions: {"copies"},
     broken.OptionsDrift: {"saved"},
     broken.NoJSON: {"saved"},
+    broken.NaNInLateLayers: {"score"},
+    broken.WrongShapeInLateLayers: {"score"},
+    broken.ForgetsSinksInLateLayers: {"protected"},
+    broken.SharesAcrossLayers: {"stateless"},
+    broken.StarvesLateLayers: {"budget"},
+    broken.FeedsFirstLayers: {"budget"},
     broken.LastQueryOnly: {"chunking"},
     broken.DecaysEachCall: {"chunking"},
+    broken.DecaysSlowly: {"chunking"},
     broken.MixesSequences: {"batch"},
     broken.Waits: {"waiting"},
     broken.IfOfAnArray: {"waiting"},
@@ -157,6 +170,12 @@ def test_the_same_seed_gives_the_same_results():
     assert first.got != other.got
 
 
+def test_a_failure_in_another_layer_says_which():
+    (result,) = check_policy(broken.ForgetsSinksInLateLayers, only=["protected"])
+    assert result.got.startswith("positions 0, 1, 2, 3 are gone after ")
+    assert result.got.endswith(" (layer 31)")
+
+
 def test_how_to_repeat_it_is_a_program():
     policy = broken.ForgetsSinks(n_sink=5, scope="head")
     (result,) = check_policy(policy, only=["protected"], seed=5)
@@ -210,6 +229,21 @@ def test_checks_are_callable():
         by_name["protected"](broken.ForgetsSinks)
     with pytest.raises(unittest.SkipTest, match="it builds on 'score'"):
         by_name["batch"](broken.NoReturn)
+
+
+# Rows by hand
+
+
+def test_example_rows():
+    keys = mx.ones((2, 3, 5, 8))
+    rows = example_rows(keys)
+    assert (rows.layer, rows.scope, rows.budget, rows.n_new) == (0, "layer", 4, 1)
+    assert rows.newest.tolist() == [[[4]], [[4]]]
+    assert rows.positions.tolist() == [[[0, 1, 2, 3, 4]]] * 2
+    rows = example_rows(keys, queries=keys[:, :, -2:], layer=7, scope="head")
+    assert (rows.layer, rows.n_new) == (7, 2)
+    assert rows.query_positions.tolist() == [[3, 4]] * 2
+    assert rows.positions.shape == (2, 3, 5)
 
 
 # With pytest
@@ -270,4 +304,4 @@ def test_the_suite_needs_no_pytest_and_velox_no_suite():
 
 def test_a_policy_with_a_budget_of_its_own_shape_is_seen_in_the_source():
     _, expression = Subject(load_policy("tova", budget=[3, 9], n_sink=0)).source
-    assert expression == "TOVA(budget=[3, 9], n_sink=0, scope='layer', queries='model')"
+    assert expression.startswith("TOVA(budget=[3, 9], n_sink=0, scope='layer', ")

@@ -11,7 +11,7 @@ from ..discovery import one_line
 from .failure import CheckFailed
 from .result import CheckResult
 from .subject import PolicyOrFactory, Subject
-from .trial import Trial
+from .trial import LAYERS, Trial
 
 
 @attrs.frozen
@@ -22,7 +22,7 @@ class Check:
     Args:
         name: its name.
         expected: what it wants, in a sentence.
-        run: does it; may give what is worth knowing of a policy that passes.
+        run: does it in the trial's layer; may give what is worth knowing of a policy that passes.
         needs: the checks that it builds on. Where one of them fails too, this one's failure says
             nothing of its own.
     """
@@ -52,8 +52,10 @@ class Check:
 
     def _run(self, trial: Trial, known: dict[str, CheckResult]) -> CheckResult:
         repeat = self.repeat(trial)
+        layer, note = LAYERS[0], ""
         try:
-            note = self.run(trial) or ""
+            for layer in LAYERS:
+                note = self.run(attrs.evolve(trial, layer=layer)) or ""
         except CheckFailed as failure:
             expected, got = failure.expected, failure.got
         except Exception as error:  # what a policy's code may raise is anything
@@ -62,6 +64,7 @@ class Check:
             return CheckResult(
                 name=self.name, outcome="passed", expected=self.expected, got=note, repeat=repeat
             )
+        got += f" (layer {layer})" if layer else ""
         for need in self.needs:
             if need.result(trial, known).outcome in ("failed", "skipped"):
                 return CheckResult(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
@@ -12,7 +13,7 @@ from .failure import CheckFailed
 from .held import full, held, same, untouched
 from .hook_checks import evict, protected, score
 from .stream import step
-from .trial import Trial
+from .trial import LAYERS, Trial
 
 
 def mixes(budget: int) -> list[list[int]]:
@@ -27,6 +28,7 @@ def mixes(budget: int) -> list[list[int]]:
 
 
 def _budget(trial: Trial) -> str:
+    layer_budgets(trial)
     stream = trial.stream(2 * trial.budget + 40)
     policy = trial.policy()
     for mix in mixes(trial.budget):
@@ -38,10 +40,31 @@ def _budget(trial: Trial) -> str:
     return ""
 
 
+def layer_budgets(trial: Trial) -> None:
+    """Fail unless layers, however unequal, keep no more than ``budget`` rows on average, and each
+    has room for what must stay."""
+    policy = trial.policy()
+    for n in (2, LAYERS[-1] + 1):
+        rows = [policy.layer_budget(layer, n) for layer in range(n)]
+        stay = [1 + sum(policy.claimed(budget).values()) for budget in rows]
+        short = [layer for layer in range(n) if rows[layer] < stay[layer]]
+        if sum(rows) > n * trial.budget:
+            raise CheckFailed(
+                f"layers keep no more than budget={trial.budget} rows on average",
+                f"layer_budget gives {sum(rows)} rows to {n} layers",
+            )
+        if short:
+            layer = short[0]
+            raise CheckFailed(
+                "each layer has room for the rows that must stay",
+                f"layer_budget({layer}, {n}) is {rows[layer]}, and {stay[layer]} rows must",
+            )
+
+
 budget = Check(
     "budget",
     "the cache holds budget rows once that many tokens came, never more, in any mix of blocks and "
-    "steps",
+    "steps; where layers get unequal numbers, budget is their mean or more",
     _budget,
     needs=(score, evict, protected),
 )
@@ -93,9 +116,14 @@ deterministic = Check(
 
 def _stateless(trial: Trial) -> str:
     policy, blocks = trial.policy(), [trial.budget + 4, *[1] * 12]
-    streams = [trial.stream(trial.budget + 24, more=i) for i in range(2)]
-    alone = [held(stream.feed(trial.cache(), blocks)) for stream in streams]
-    caches = [trial.cache(policy=policy) for _ in streams]
+    # Two sequences in this layer, and as many in others, in turn, as in a model.
+    trials = [attrs.evolve(trial, layer=layer) for layer in (trial.layer, *LAYERS)]
+    streams = [trial.stream(trial.budget + 24, more=i) for i in range(len(trials))]
+    alone = [
+        held(stream.feed(each.cache(), blocks))
+        for each, stream in zip(trials, streams, strict=True)
+    ]
+    caches = [each.cache(policy=policy) for each in trials]
     for n in blocks:
         for stream, cache in zip(streams, caches, strict=True):
             stream.feed(cache, [n])
@@ -136,19 +164,26 @@ def _chunking(trial: Trial) -> str:
         }
         for sizes in ([4] * (steps // 4), [1, 3, *[8] * (steps // 8)]):
             if sum(sizes) == steps:
-                cache = LookbackCache(policy, policy.layer_budget(0, 1), lookback=8)
+                rows = policy.layer_budget(0, 1)
+                cache = LookbackCache(policy, rows, trial.layer, lookback=8)
                 looks = stream.feed(cache, [prompt, *sizes])
                 others[f"one that looks back, fed in blocks of {sizes}"] = looks
         for what, cache in others.items():
             after = f"after a prompt of {prompt} and {steps} steps"
             same(expected, f"{after}, the cache", plain, what, held(cache))
-    for more in range(3, 9):  # a block lets many rows go at once, which shows more of their order
-        stream = trial.stream(trial.budget + 24, more)
-        plain, parts = (
-            held(stream.feed(trial.cache(policy=policy), [*p, 8])) for p in ([prompt], pieces)
+    # A block lets many rows go at once, which shows more of their order; and in a long prompt even
+    # what differs by little a block adds up.
+    policy = trial.policy(budget=4 * trial.budget)
+    prompt, last = policy.layer_budget(0, 1) - 2, 2 * trial.budget
+    for more in range(3, 5):
+        stream = trial.stream(prompt + last, more)
+        plain, singly = (
+            held(stream.feed(trial.cache(policy=policy), [*blocks, last]))
+            for blocks in ([prompt], [1] * prompt)
         )
-        what = f"the one whose prompt came in blocks of {pieces}"
-        same(expected, f"after a prompt of {prompt} and 8 more, the cache", plain, what, parts)
+        after = f"after a prompt of {prompt} in one block, and {last} tokens more,"
+        what = "the one whose prompt came in blocks of 1"
+        same(expected, f"{after} the cache", plain, what, singly)
     return ""
 
 
@@ -166,7 +201,7 @@ def _kvcache(trial: Trial) -> str:
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         stream = trial.stream(tokens, dtype=dtype)
         policy = trial.policy(budget=tokens)
-        cache, whole = VeloxCache(policy, policy.layer_budget(0, 1)), KVCache()
+        cache, whole = trial.cache(policy=policy), KVCache()
         start = 0
         for n in (5, 1, 1, 11, *[1] * (tokens - 18)):
             block = stream.block(start, n)

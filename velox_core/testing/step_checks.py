@@ -134,7 +134,7 @@ def _cost(trial: Trial) -> str:
     size = max(trial.budget, 256)
     stream = Stream.random(size + 100, trial.seed, dim=64)
     policies = trial.subject.make(size), Recency(budget=size)
-    caches = [VeloxCache(policy, policy.layer_budget(0, 1)) for policy in policies]
+    caches = [trial.cache(policy=policy) for policy in policies]
     stream.feed(trial.cache(budget=size), [size, 1, 1])  # guarded: the others aren't
     for cache in caches:
         stream.feed(cache, [size, 1, 1])

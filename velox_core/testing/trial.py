@@ -13,13 +13,23 @@ from .stream import Stream
 from .subject import Subject
 from .watcher import Guard
 
+#: The layers that each check is run in: a policy may do another thing in each.
+LAYERS = (0, 31)
+
 
 @attrs.frozen
 class Trial:
-    """What a check works with."""
+    """What a check works with.
+
+    Args:
+        subject: the policy under test.
+        seed: of the texts.
+        layer: the one that caches are of.
+    """
 
     subject: Subject
     seed: int
+    layer: int = LAYERS[0]
 
     @property
     def budget(self) -> int:
@@ -36,9 +46,10 @@ class Trial:
         return self.subject.make(budget, (Guard(), *extras), **options)
 
     def cache(self, *extras: object, policy: Policy | None = None, **options: Any) -> VeloxCache:
-        """A cache with a fresh policy, or with the given one."""
+        """A cache with a fresh policy, or with the given one. Its budget is that of a model's only
+        layer, whichever layer it is of."""
         policy = policy or self.policy(*extras, **options)
-        return VeloxCache(policy, policy.layer_budget(0, 1))
+        return VeloxCache(policy, policy.layer_budget(0, 1), self.layer)
 
     def stream(self, tokens: int, more: int = 0, dtype: mx.Dtype = mx.float32) -> Stream:
         """A made-up text; another one for each number ``more``."""
