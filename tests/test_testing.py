@@ -172,7 +172,7 @@ def test_the_same_seed_gives_the_same_results():
 
 def test_a_failure_in_another_layer_says_which():
     (result,) = check_policy(broken.ForgetsSinksInLateLayers, only=["protected"])
-    assert result.got.startswith("positions 0, 1, 2, 3 are gone after ")
+    assert "are gone after a block of" in result.got
     assert result.got.endswith(" (layer 31)")
 
 
