@@ -167,20 +167,21 @@ class Watching(Policy):
     hook_version: ClassVar[int] = 1
     n_queries: ClassVar[int] = 1
     every_step: ClassVar[bool] = True
-    shown: ClassVar[list] = []
+    shown: ClassVar[list] = [[], []]  # by layer
 
     @hookimpl
     def score(self, rows: Rows) -> mx.array:
         weights = rows.attention(rows.n_new)
-        self.shown.append(np.array(weights))
+        self.shown[rows.layer].append(np.array(weights))
         return rows.pool(weights[:, :, -1:]).squeeze(2)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_rows_are_scored_by_the_keys_that_are_held(bits, monkeypatch):
     """What a policy is shown is the attention over the quantised keys, which is the model's."""
-    model, real = tiny(), []
-    Watching.shown.clear()
+    model, real = tiny(), [[], []]
+    for shown in Watching.shown:
+        shown.clear()
     cache = quantize(make_cache(model, Watching(budget=9, n_sink=1)), bits)
     attend = llama.scaled_dot_product_attention
 
@@ -196,15 +197,15 @@ def test_rows_are_scored_by_the_keys_that_are_held(bits, monkeypatch):
         causal = mx.arange(rows) <= mx.arange(rows - n, rows)[:, None]
         weights = mx.softmax(mx.where(causal, logits, -mx.inf), axis=-1)
         assert np.allclose(output, weights @ values_, rtol=1e-3, atol=1e-4)
-        real.append(np.array(weights))
+        real[cache.layer].append(np.array(weights))
         return output
 
     monkeypatch.setattr(llama, "scaled_dot_product_attention", watched)
     for n in (5, 9, 1, 1, 3, 1):
         feed(model, cache, prompt_of(n, seed=n))
     mx.eval([layer.state for layer in cache])
-    assert len(real) == len(Watching.shown) == 12
-    for wanted, ours in zip(real, Watching.shown, strict=True):
+    assert [len(shown) for shown in Watching.shown] == [6, 6]
+    for wanted, ours in zip(sum(real, []), sum(Watching.shown, []), strict=True):
         assert ours.shape == wanted.shape
         assert np.allclose(ours, wanted, rtol=1e-3, atol=1e-5)
 

@@ -63,20 +63,31 @@ def _wrap(module: ModuleType) -> None:
         sinks: mx.array | None = None,
         **more: Any,
     ) -> mx.array:
-        if isinstance(cache, VeloxCache):
-            rows = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
-            # MLX would take fewer under "causal" without a word, and give wrong results.
-            assert rows >= queries.shape[2], "fewer keys than queries"
-            if _watches(cache):
-                cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
-            mask = cache.attention_mask(mask, queries.shape[1])
-            if isinstance(keys, tuple):
-                queries = mx.stop_gradient(queries)  # for mlx-lm, which scales them in place
-        elif isinstance(mask, mx.array) and mask.ndim == 4:
-            mask = for_heads(mask, queries.shape[1])  # a layer that shares another one's rows
         if sinks is not None:
             more["sinks"] = sinks
-        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+        if not isinstance(cache, VeloxCache):
+            if isinstance(mask, mx.array) and mask.ndim == 4:
+                mask = for_heads(mask, queries.shape[1])  # a layer that shares another one's rows
+            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+        rows = (keys[0] if isinstance(keys, tuple) else keys).shape[2]
+        # MLX would take fewer under "causal" without a word, and give wrong results.
+        assert rows >= queries.shape[2], "fewer keys than queries"
+        if cache.renumbers:
+            queries = cache.before_rope(queries)
+        if _watches(cache):
+            cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
+        mask = cache.attention_mask(mask, queries.shape[1])
+        if isinstance(keys, tuple):
+            queries = mx.stop_gradient(queries)  # for mlx-lm, which scales them in place
+        if cache.renumbers:  # the rows come as numbers, even where they are held quantised
+            parts = [
+                original(q, k, values, cache=None, scale=scale, mask=m, **more)
+                for q, k, m in cache.parts(queries, keys, mask)
+            ]
+            output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        else:
+            output = original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+        return cache.attended(output)
 
     attention.velox_wraps = original  # type: ignore[attr-defined]
     setattr(module, NAME, attention)
@@ -103,7 +114,7 @@ def _wrap_gemma2(module: ModuleType) -> None:
             queries = self.rope(queries, offset=offset)
             cap = self.attn_logit_softcapping
             cache.observe(Attended(queries, self.scale, softcap=cap))
-        return output
+        return output if cache.renumbers else cache.attended(output)
 
     attention.velox_wraps = original  # type: ignore[attr-defined]
     module.Attention.__call__ = attention

@@ -13,14 +13,14 @@ import attrs
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
-from .batch import Batch
 from .errors import UnobservedAttentionError
 from .eviction import choose_rows, score_rows
 from .hooks import origin
+from .numbering import Numbered
 from .rows import Attended, Rows, lowest
 
 
-class VeloxCache(Batch):
+class VeloxCache(Numbered):
     """Keys and values of at most ``budget`` rows of one layer, each with its true position.
 
     Below the budget it gives what mlx-lm's ``KVCache`` gives, bit for bit. In a batch made by
@@ -46,6 +46,8 @@ class VeloxCache(Batch):
         """
         n = keys.shape[2]
         self._settle(next_block=n)
+        if self.renumbers:
+            keys = self.before_rope(keys)
         self._n_new, self._fresh = n, self._real_tokens(n)
         positions = self._block_positions(keys)
         if self._coming is not None:
@@ -70,7 +72,7 @@ class VeloxCache(Batch):
             groups = [x.queries.reshape(batch, heads, -1, *block) for x in (self._seen, seen)]
             queries = mx.concatenate(groups, axis=2).reshape(batch, -1, *block)
             seen = attrs.evolve(seen, queries=queries)
-        self._seen = seen
+        self._seen, self._chosen = seen, None
 
     @property
     def kv_heads(self) -> int:
@@ -80,19 +82,16 @@ class VeloxCache(Batch):
     def head_dim(self) -> int:
         return int(self.keys.shape[3])
 
-    def _readable(self, rows: Any) -> mx.array:
-        """Keys or values as numbers, from the form in which they are held."""
-        return rows  # type: ignore[no-any-return]
-
     # Eviction ------------------------------------------------------------------------------
 
     def _settle(self, next_block: int = 0) -> None:
         """Do the newest block's eviction. Where one row goes and one token comes, the row stays
         as a hole to be overwritten; otherwise the kept rows close up, in the order of time."""
         if self._n_new:
-            rows = self._view()
-            gone = self._choose(rows)
-            self._slide_window(rows)
+            gone, scores = self._chosen or self._choose()
+            if self.policy.every_step:
+                self._scores = scores
+            self._slide_window()
             self._held = [min(held, self.budget) for held in self._held]
             self._forget_block()
             self._hole = gone
@@ -100,27 +99,43 @@ class VeloxCache(Batch):
             self._close_up(self._hole)
             self._hole = None
 
-    def _slide_window(self, rows: Rows) -> None:
+    def attended(self, output: mx.array) -> mx.array:
+        """The model attended to the newest block, with this output. What goes with a single token
+        is chosen at once and evaluated along with the output: left to the next step, the scoring
+        would still hold the keys when that step writes a row among them, and MLX would copy all.
+        """
+        if self._n_new == 1 and self._seen is not None:
+            self._chosen = self._choose()
+            chosen = [array for array in self._chosen if array is not None]
+            if chosen:
+                output = mx.depends([output], chosen)[0]
+        self._numbered = None  # as large as the rows themselves
+        return output
+
+    def _slide_window(self) -> None:
         """Keep the queries that ``score`` will want beside those of the next block."""
         keep = self.policy.n_queries - 1
         if keep > 0:
-            self._window = rows.queries[..., -keep:, :]
-            self._window_positions = rows.query_positions[:, -keep:]
+            seen, positions = self._latest()
+            assert seen is not None
+            self._window = seen.queries[..., -keep:, :]
+            self._window_positions = positions[:, -keep:]
 
-    def _choose(self, rows: Rows) -> mx.array | None:
-        """Indices of the rows to go, ``[batch, heads or 1, count]``; None if all may stay."""
+    def _choose(self) -> tuple[mx.array | None, mx.array | None]:
+        """Indices of the rows to go, ``[batch, heads or 1, count]``, None if all may stay; and
+        the scores that ``every_step`` asks for."""
+        rows, scores, remembered = self._view(), None, None
         over = max(self._held) > self.budget
-        scores = None
         if over or self.policy.every_step:
             scores = score_rows(self.policy, rows)
             if self.policy.every_step:
-                self._scores = self._remembered(scores)
+                remembered = self._remembered(scores)
         count = self._rows - min(self.budget, max(self._held))
         if not count:
-            return None
+            return None, remembered
         if scores is None or not over:  # only padding has to go
-            return lowest(mx.zeros(rows.positions.shape), rows.positions, count)
-        return choose_rows(self.policy, rows, scores, count)
+            return lowest(mx.zeros(rows.positions.shape), rows.positions, count), remembered
+        return choose_rows(self.policy, rows, scores, count), remembered
 
     def _remembered(self, scores: mx.array) -> mx.array:
         """The new scores; of a sequence that the block had only padding for, those it had."""
@@ -129,31 +144,37 @@ class VeloxCache(Batch):
         came = mx.array(self._fresh)[:, None, None] > 0
         return mx.where(came, scores, self._scores[..., : self._rows])
 
+    def _latest(self) -> tuple[Attended | None, mx.array]:
+        """What the policy's latest queries attended with, and their positions."""
+        seen, positions = self._seen, self._query_positions()
+        if not self.policy.n_queries:
+            return None, positions
+        if seen is None:
+            raise UnobservedAttentionError(
+                f"{origin(self.policy)}: layer {self.layer} took in tokens, but its attention "
+                "showed no query, so rows can't be scored. Use queries='keys', which takes "
+                "the incoming keys in the queries' place, or a policy that needs no queries."
+            )
+        if self.policy.n_queries > 1 and seen.keys is not None:
+            raise UnobservedAttentionError(
+                f"{origin(self.policy)} looks at the last {self.policy.n_queries} queries, and "
+                f"layer {self.layer} attends with other keys than it stores (MLA), so older "
+                "queries can't be scored again. Use a policy that needs the last one, as TOVA."
+            )
+        return self._latest_queries(seen, positions)
+
     def _view(self) -> Rows:
         """The rows in use and the latest queries, as hooks see them."""
-        keys, values = self.keys_and_values()
+        keys, values = self._numbers()
         assert self._positions is not None
         positions = self._positions[..., : self._rows]
-        query_positions = self._query_positions()
-        seen = self._seen
-        if self.policy.n_queries:
-            if seen is None:
-                raise UnobservedAttentionError(
-                    f"{origin(self.policy)}: layer {self.layer} took in tokens, but its attention "
-                    "showed no query, so rows can't be scored. Use queries='keys', which takes "
-                    "the incoming keys in the queries' place, or a policy that needs no queries."
-                )
-            if self.policy.n_queries > 1 and seen.keys is not None:
-                raise UnobservedAttentionError(
-                    f"{origin(self.policy)} looks at the last {self.policy.n_queries} queries, and "
-                    f"layer {self.layer} attends with other keys than it stores (MLA), so older "
-                    "queries can't be scored again. Use a policy that needs the last one, as TOVA."
-                )
-            seen, query_positions = self._latest_queries(seen, query_positions)
+        seen, query_positions = self._latest()
+        if self.renumbers and seen is not None:
+            seen = attrs.evolve(seen, queries=self._turned(seen.queries, query_positions))
         scores = self._scores
         return Rows(
-            keys=self._readable(keys),
-            values=self._readable(values),
+            keys=keys,
+            values=values,
             positions=positions,
             scores=mx.zeros(positions.shape) if scores is None else scores[..., : self._rows],
             query_positions=query_positions,
@@ -204,6 +225,8 @@ class VeloxCache(Batch):
         else:
             self._n_new -= n
             self._fresh = [fresh - n for fresh in self._fresh]
+            self._chosen = None
+            self._forget_numbers()
             if self._seen is not None:
                 self._seen = self._seen.without_last(n)
         return n

@@ -48,6 +48,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._fresh = [0] * len(self._tokens)  # its real tokens, by sequence
         self._overwritten: mx.array | None = None  # where its row went, if into a hole
         self._seen: Attended | None = None  # what the model attended to it with
+        self._chosen: tuple[Any, Any] | None = None  # what goes with it, where known already
 
     def _settle(self, next_block: int = 0) -> None:
         raise NotImplementedError  # the cache's

@@ -61,6 +61,8 @@ class LookbackCache(VeloxCache):
         if n > self.lookback:
             return super().update_and_fetch(keys, values)
         self._settle(next_block=n)
+        if self.renumbers:
+            keys = self.before_rope(keys)
         if self._rows + n > self._limit:
             self._drop_old()
         self._n_new, self._mask = n, None
@@ -97,12 +99,24 @@ class LookbackCache(VeloxCache):
             return for_heads(self._mask, query_heads)
         return super().attention_mask(mask, query_heads)
 
+    def parts(
+        self, queries: mx.array, keys: mx.array, mask: Any
+    ) -> list[tuple[mx.array, mx.array, Any]]:
+        if self._mask is None:
+            return super().parts(queries, keys, mask)
+        seen_by, self._seen_by = self._seen_by, []
+        return [
+            (self._to_places(queries[:, :, i : i + 1], at), keys, mask[:, :, i : i + 1])
+            for i, (keys, at) in enumerate(seen_by)
+        ]
+
     # Token by token ------------------------------------------------------------------------
 
     def _walk(self, seen: Attended | None) -> None:
         """Take the newest block's tokens one by one: each sees what is left, then a row goes."""
         assert self._positions is not None
         first, n, masks = self._rows - self._n_new, self._n_new, []
+        self._seen_by: list[tuple[mx.array, mx.array]] = []
         for i in range(n):
             self._past.append(self._moment(first + i))
             position = mx.full((*self._positions.shape[:2], 1), self._tokens[0], dtype=mx.int32)
@@ -114,7 +128,11 @@ class LookbackCache(VeloxCache):
             self._n_new, self._fresh = 1, [1]
             if seen is not None:
                 self._seen = attrs.evolve(seen, queries=seen.queries[:, :, i : i + 1])
-            self._mark_gone(self._view())
+            self._forget_numbers()
+            rows = self._view()
+            if self.renumbers:
+                self._seen_by.append((rows.keys, self._places().max(axis=-1, keepdims=True)))
+            self._mark_gone(rows)
         self._mask = mx.stack(masks, axis=2)
         self._forget_block()
         del self._past[: -self.lookback]
@@ -131,7 +149,7 @@ class LookbackCache(VeloxCache):
                 marked = mx.array(-1, dtype=mx.int32)
                 self._positions = mx.put_along_axis(rows.positions, gone, marked, axis=-1)
                 self._held = [self.budget]
-        self._slide_window(rows)
+        self._slide_window()
 
     # Taking back ---------------------------------------------------------------------------
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
+from .architectures import (
+    BOUNDED,
+    LATENT,
+    ONE_MASK,
+    REFUSED,
+    SHARED,
+    SPLITTABLE,
+    WHOLE_BLOCKS,
+)
 from .attention import observe
 from .cache import VeloxCache
 from .errors import (
@@ -19,51 +30,7 @@ from .errors import (
 )
 from .lookback import LookbackCache
 from .policy import Policy
-
-#: Caches that are bounded by the model itself: they stay as they are.
-BOUNDED = ("RotatingKVCache", "ArraysCache", "ChunkedKVCache")
-
-#: Models that keep the plain caches of a layer in a CacheList and use each by itself.
-SPLITTABLE = ("baichuan_m1", "falcon_h1", "longcat_flash", "longcat_flash_ngram")
-
-#: Models that would go wrong, without a word, on rows with gaps between them.
-REFUSED = {
-    "afm7": "its reuse layers take the number of rows for the position",
-    "deepseek_v32": "its indexer picks rows by their place in the cache",
-    "glm_moe_dsa": "its indexer picks rows by their place in the cache",
-    "minimax_m3_vl": "its indexer picks rows by their place in the cache",
-    "phi3small": "its block-sparse layers mask rows by their place in the cache",
-}
-
-#: Models that attend with other keys than they store, under a mask of their own making: multi-head
-#: latent attention.
-LATENT = (
-    "bailing_hybrid",
-    "bailing_moe_v3",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "kimi_k25",
-    "kimi_k3",
-    "kimi_linear",
-    "kimi_vl",
-    "longcat_flash",
-    "longcat_flash_ngram",
-    "mistral4",
-)
-
-#: Models that use the first layer's mask where it can't be replaced by a layer's own.
-ONE_MASK = (*LATENT, "gemma4", "gemma4_text", "iquestloopcoder")
-
-#: Models whose blocks can't evict token by token.
-WHOLE_BLOCKS = {
-    "gemma2": "it writes its attention out",
-    "gemma3n": "its last layers attend to the rows of earlier ones",
-    "gemma4": "its last layers attend to the rows of earlier ones",
-    "gemma4_text": "its last layers attend to the rows of earlier ones",
-    "iquestloopcoder": "its second loop attends to the rows of the first",
-    "plamo2": "it writes its attention out",
-}
-
+from .rope import watch
 
 def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
     """The model's own list of caches, with each plain ``KVCache`` replaced by a ``VeloxCache``.
@@ -106,6 +73,17 @@ def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
         )
     if lookback:
         _check_lookback(name, bounded, policy)
+    if name in LATENT and policy.n_queries > 1 and policy.queries == "model":
+        raise UnobservedAttentionError(
+            f"The model {name} attends with other keys than it stores (MLA), so the older queries "
+            f"of {type(policy).__name__} can't be scored again. Use a policy that needs the last "
+            "one, as TOVA."
+        )
+    if name == "plamo" and policy.n_queries and policy.scope == "head":
+        raise UnsupportedModelError(
+            "The model plamo spreads its KV heads over query heads in a way of its own, so a "
+            "choice a head can't be made. Use scope='layer'."
+        )
     if not any(velox_caches(bounded)):
         kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
         raise UnsupportedModelError(
@@ -118,6 +96,8 @@ def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
             "scaled_dot_product_attention. Use queries='keys', which takes the incoming keys in "
             "the queries' place, or a policy that needs no queries."
         )
+    if policy.positions != "absolute":
+        _rehearse(name, model, copy.deepcopy(bounded), policy)
     return bounded
 
 
@@ -159,6 +139,21 @@ def _check_lookback(model: str, caches: list[Any], policy: Policy) -> None:
                 f"The model {model} has layers with a {kind}, which in mlx-lm itself can't take "
                 "tokens back, so speculative decoding won't work. Use lookback=0."
             )
+
+
+def _rehearse(name: str, model: Any, caches: list[Any], policy: Policy) -> None:
+    """Let one token go through the model, which computes nothing as long as nobody evaluates it:
+    whatever keeps its rows from being numbered anew shows."""
+    watch(model)
+    if name not in SHARED:
+        model(mx.array([[0]]), cache=caches)
+        if not any(cache.waits for cache in velox_caches(caches)):
+            return
+    raise UnsupportedModelError(
+        f"The model {name} can't run with positions={policy.positions!r}: some of its attention "
+        "to a layer's rows isn't seen, so its queries can't be moved along with the rows. Use "
+        "positions='absolute'."
+    )
 
 
 def _own_caches(model: Any) -> list[Any]:

@@ -63,6 +63,10 @@ class Policy:
         queries: ``"model"``, the real queries that the model attends with (default), or
             ``"keys"``, the incoming keys in their place, for a model whose attention can't be
             observed.
+        positions: where rows stand for the model. ``"absolute"`` (default): where their tokens do.
+            ``"contiguous"``: numbered by their place in the cache, as in StreamingLLM's paper.
+            ``"compressed"``: wide gaps between neighbours narrowed, as in TOVA's. The last two
+            need a model whose RoPE can be done again; keys are held unrotated then.
 
     Raises:
         PolicyConfigError: an option out of its range.
@@ -85,6 +89,9 @@ class Policy:
     )
     queries: Literal["model", "keys"] = attrs.field(
         default="model", validator=one_of("model", "keys")
+    )
+    positions: Literal["absolute", "contiguous", "compressed"] = attrs.field(
+        default="absolute", validator=one_of("absolute", "contiguous", "compressed")
     )
     #: Protectors and observers beside it, from ``load_policy(protect=)``.
     extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
