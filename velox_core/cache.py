@@ -7,8 +7,6 @@ remembers the queries that it did that with. Eviction thus waits for the next bl
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache

@@ -32,6 +32,7 @@ from .lookback import LookbackCache
 from .policy import Policy
 from .rope import watch
 
+
 def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
     """The model's own list of caches, with each plain ``KVCache`` replaced by a ``VeloxCache``.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import attrs
@@ -87,7 +87,7 @@ class Rotation:
         rope: one of the kinds in ``REDONE``.
     """
 
-    _known: WeakValueDictionary[str, Rotation] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[str, Rotation]] = WeakValueDictionary()
 
     def __init__(self, rope: Any) -> None:
         self.rope = rope

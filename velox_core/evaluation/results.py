@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import VeloxError
 
 #: What a record may be about. What else it holds, the module of that name says.
-KINDS = ("perplexity", "passkey", "retention", "bench")
+KINDS = ("perplexity", "passkey", "retention", "positions", "bench")
 
 
 class Results:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import click
 
+from .passkey import passkey
 from .perplexity import perplexity
+from .positions import positions
 from .retention import retention
 
 
@@ -17,5 +19,5 @@ def evaluate() -> None:
     """
 
 
-for command in (perplexity, retention):
+for command in (perplexity, passkey, retention, positions):
     evaluate.add_command(command)

@@ -6,11 +6,13 @@ records. matplotlib is imported when a plot is made, not before.
 
 from __future__ import annotations
 
-from . import bench, perplexity, retention
+from . import bench, passkey, perplexity, positions, retention
 from .display import Display
 
 DISPLAYS: dict[str, Display] = {
     "perplexity": perplexity.DISPLAY,
+    "passkey": passkey.DISPLAY,
     "retention": retention.DISPLAY,
+    "positions": positions.DISPLAY,
     "bench": bench.DISPLAY,
 }

@@ -1,0 +1,107 @@
+"""``velox eval positions``: far beyond the context that a model was trained on."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+
+from ..generate import load_model
+from ..measuring import (
+    bar,
+    model_option,
+    open_results,
+    output_options,
+    policies_option,
+    show,
+    text_option,
+)
+
+
+@click.command()
+@model_option
+@text_option
+@policies_option
+@click.option(
+    "--budget",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Rows that each layer keeps.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(2), default=65536, show_default=True, help="Tokens to read."
+)
+@click.option(
+    "--stretch",
+    type=click.IntRange(2),
+    default=4096,
+    show_default=True,
+    help="Tokens that are scored together.",
+)
+@click.option(
+    "--block", type=click.IntRange(1), default=64, show_default=True, help="Tokens fed at a time."
+)
+@output_options
+def positions(
+    model: str,
+    text: Path,
+    policies: str,
+    budget: int,
+    tokens: int,
+    stretch: int,
+    block: int,
+    out: Path,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Read a long text without a break, with each policy and each way of numbering rows.
+
+    Beside each stretch stands its perplexity when the model starts afresh one stretch before it
+    (with absolute positions): what it would be if no position were high.
+    """
+    from ...evaluation.policies import parse_policies
+    from ...evaluation.positions import SCHEMES, Reading, check_length
+    from ...evaluation.text import digest, first_tokens, read_text
+    from ...registry import load_policy
+
+    specs = parse_policies(policies)
+    loaded = [
+        (spec, scheme, load_policy(spec.name, budget=budget, **{**spec.options, **numbered}))
+        for spec in specs
+        for scheme, numbered in {
+            **{scheme: {"positions": scheme} for scheme in SCHEMES},
+            "afresh": {"positions": "absolute"},
+        }.items()
+    ]
+    results, plot = open_results(out, plot, "positions")
+    written = read_text(text)
+
+    network, tokenizer = load_model(model)
+    sequence = first_tokens(tokenizer, written, tokens)
+    check_length(sequence, stretch)
+    settings = {
+        "kind": "positions",
+        "model": model,
+        "text": text.name,
+        "digest": digest(sequence),
+        "tokens": len(sequence),
+        "block": block,
+        "stretch": stretch,
+        "budget": budget,
+    }
+    readings = []
+    for spec, scheme, policy in loaded:
+        options = {name: value for name, value in policy.options().items() if name != "budget"}
+        start = "afresh" if scheme == "afresh" else "running"
+        key = {**settings, "policy": spec.text, "options": options, "start": start}
+        reading = Reading(network, sequence, policy, block, stretch, start == "afresh")
+        readings.append((f"{spec.text}, {scheme}", reading, key))
+    missing = [each for each in readings if results.find(**each[2]) is None]
+    with bar(sum(reading.cost for _, reading, _ in missing)) as advance:
+        for what, reading, key in missing:
+            results.append({**key, **reading.measure(partial(advance, what))})
+    show(
+        [record for *_, key in readings if (record := results.find(**key))], results, plot, as_json
+    )
