@@ -1,10 +1,16 @@
-"""The caches that policies are measured beside: a model's own, and mlx-lm's bounded one."""
+"""The caches that are measured beside each other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import attrs
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from ..model import make_cache
+from .policies import PolicySpec
 
 #: First rows that the rotating cache keeps, as mlx-lm's own tools have it.
 SINKS = 4
@@ -22,3 +28,49 @@ def rotating(model: Any, budget: int) -> list[Any]:
         RotatingKVCache(budget, keep=SINKS) if type(cache) is KVCache else cache
         for cache in full(model)
     ]
+
+
+@attrs.frozen
+class Contender:
+    """One kind of cache with one budget.
+
+    Args:
+        policy: ``"full"``, ``"rotating"``, or a policy as it was asked for.
+        budget: rows that a layer keeps; None for the full cache.
+        make: gives new, empty caches, one a layer.
+        options: all that the policy has beside the budget. Default none.
+    """
+
+    policy: str
+    budget: int | None
+    make: Callable[[], list[Any]]
+    options: dict[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a record says of it."""
+        return {"policy": self.policy, "options": self.options, "budget": self.budget}
+
+    def __str__(self) -> str:
+        return self.policy if self.budget is None else f"{self.policy}, {self.budget:,} rows"
+
+
+def contenders(
+    model: Any, policies: Iterable[PolicySpec], budgets: Iterable[int]
+) -> list[Contender]:
+    """The full cache, then at each budget the rotating one and each policy.
+
+    Raises:
+        VeloxError: what ``load_policy`` and ``make_cache`` raise.
+    """
+    found = [Contender("full", None, partial(full, model))]
+    policies = list(policies)
+    for budget in budgets:
+        found.append(Contender("rotating", budget, partial(rotating, model, budget)))
+        for spec in policies:
+            policy = spec.load(budget)
+            make = partial(make_cache, model, policy)
+            make()  # what it refuses, it refuses now
+            options = {name: value for name, value in policy.options().items() if name != "budget"}
+            found.append(Contender(spec.text, budget, make, options))
+    return found

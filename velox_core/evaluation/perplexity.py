@@ -23,26 +23,23 @@ import attrs
 import mlx.core as mx
 
 from ..errors import VeloxError
-from ..model import make_cache
-from .caches import full, rotating
+from .caches import Contender, contenders, full
 from .policies import PolicySpec
 
 Progress = Callable[[int], object]
 
 
 @attrs.frozen
-class Case:
-    """One cache at one budget.
+class Reading:
+    """A text, read with one kind of cache.
 
     Args:
-        policy: as the record has it; so are ``options`` and ``budget``.
+        contender: the cache; the full one's, where ``budget`` tokens are read afresh.
         cost: tokens that are read in all.
         read: gives the nll of the scored tokens; it takes what is told of the tokens read.
     """
 
-    policy: str
-    options: dict[str, Any]
-    budget: int | None
+    contender: Contender
     cost: int
     read: Callable[[Progress | None], mx.array]
 
@@ -54,26 +51,26 @@ class Case:
         """
         started = time.perf_counter()
         nll = self.read(progress)
-        value = perplexity(nll)
-        if not math.isfinite(value):
-            raise VeloxError(f"{self.policy}: the model's logits aren't numbers, or far out")
+        mean: Any = mx.mean(nll).item()
+        if not math.isfinite(mean):
+            raise VeloxError(f"{self.contender}: the model's logits aren't numbers")
         return {
-            "nll": math.log(value),
-            "perplexity": value,
+            "nll": mean,
+            "perplexity": perplexity(nll),
             "seconds": time.perf_counter() - started,
         }
 
 
-def cases(
+def readings(
     model: Any,
     tokens: Sequence[int],
     policies: Iterable[PolicySpec],
-    budgets: Iterable[int],
+    budgets: Sequence[int],
     block: int,
     first_scored: int,
     opening: int = 0,
-) -> list[Case]:
-    """The full cache, and at each budget the rotating one, the truncated text and each policy.
+) -> list[Reading]:
+    """With the full cache, with the text truncated to each budget, and with each bounded cache.
 
     Args:
         tokens: the text.
@@ -84,31 +81,26 @@ def cases(
     Raises:
         VeloxError: what ``load_policy`` and ``make_cache`` raise, before anything is read.
     """
-    n = len(tokens) - 1
+    feed = {"block": block, "first_scored": first_scored}
 
-    def streamed(make: Callable[[], list[Any]]) -> Callable[[Progress | None], mx.array]:
-        return lambda progress: stream_nll(model, tokens, make(), block, first_scored, progress)
+    def whole(contender: Contender) -> Reading:
+        def read(progress: Progress | None) -> mx.array:
+            return stream_nll(model, tokens, contender.make(), **feed, progress=progress)
 
-    found = [Case("full", {}, None, n, streamed(lambda: full(model)))]
-    policies = list(policies)
-    for budget in budgets:
+        return Reading(contender, len(tokens) - 1, read)
 
-        def truncated(progress: Progress | None, budget: int = budget) -> mx.array:
+    def truncated(budget: int) -> Reading:
+        contender = Contender("truncated", budget, partial(full, model))
+
+        def read(progress: Progress | None) -> mx.array:
             return truncated_nll(
-                model, tokens, lambda: full(model), budget, block, first_scored, opening, progress
+                model, tokens, contender.make, budget, **feed, opening=opening, progress=progress
             )
 
-        found += [
-            Case("rotating", {}, budget, n, streamed(partial(rotating, model, budget))),
-            Case("truncated", {}, budget, truncated_work(len(tokens), budget, block), truncated),
-        ]
-        for spec in policies:
-            policy = spec.load(budget)
-            make = partial(make_cache, model, policy)
-            make()  # what it refuses, it refuses now
-            options = {name: value for name, value in policy.options().items() if name != "budget"}
-            found.append(Case(spec.text, options, budget, n, streamed(make)))
-    return found
+        return Reading(contender, truncated_work(len(tokens), budget, block), read)
+
+    first, *bounded = contenders(model, policies, budgets)
+    return [whole(first), *map(truncated, budgets), *map(whole, bounded)]
 
 
 def stream_nll(

@@ -41,6 +41,6 @@ def first_tokens(tokenizer: Any, text: str, n: int | None = None) -> list[int]:
     return tokens[:n]
 
 
-def digest(tokens: Sequence[int]) -> str:
-    """What tells these tokens from others: 12 hexadecimal digits."""
-    return hashlib.sha256(str(list(tokens)).encode()).hexdigest()[:12]
+def digest(parts: Sequence[int | str]) -> str:
+    """What tells these tokens, or sentences, from others: 12 hexadecimal digits."""
+    return hashlib.sha256(str(list(parts)).encode()).hexdigest()[:12]

@@ -55,7 +55,7 @@ def perplexity(
     nothing is evicted, and before each block the last tokens, as many as the budget, are read
     afresh.
     """
-    from ...evaluation.perplexity import cases
+    from ...evaluation.perplexity import readings
     from ...evaluation.policies import parse_policies
     from ...evaluation.text import digest, first_tokens, read_text
 
@@ -83,13 +83,13 @@ def perplexity(
         "block": block,
         "first_scored": first_scored,
     }
-    keys = [
-        (case, {**settings, "policy": case.policy, "options": case.options, "budget": case.budget})
-        for case in cases(network, sequence, specs, budgets, block, first_scored, opening)
+    keyed = [
+        (reading, {**settings, **reading.contender.settings})
+        for reading in readings(network, sequence, specs, budgets, block, first_scored, opening)
     ]
-    missing = [(case, key) for case, key in keys if results.find(**key) is None]
-    with bar(sum(case.cost for case, _ in missing)) as advance:
-        for case, key in missing:
-            what = case.policy if case.budget is None else f"{case.policy}, {case.budget:,} rows"
-            results.append({**key, **case.measure(partial(advance, what))})
-    show([record for _, key in keys if (record := results.find(**key))], results, plot, as_json)
+    missing = [(reading, key) for reading, key in keyed if results.find(**key) is None]
+    with bar(sum(reading.cost for reading, _ in missing)) as advance:
+        for reading, key in missing:
+            measured = reading.measure(partial(advance, str(reading.contender)))
+            results.append({**key, **measured})
+    show([record for _, key in keyed if (record := results.find(**key))], results, plot, as_json)

@@ -1,0 +1,114 @@
+"""``velox eval passkey``: whether a number said once in a long prompt is still found."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import click
+
+from ..generate import load_model
+from ..measuring import (
+    Numbers,
+    bar,
+    budgets_option,
+    model_option,
+    open_results,
+    output_options,
+    policies_option,
+    show,
+)
+
+
+@click.command()
+@model_option
+@policies_option
+@budgets_option("256,512")
+@click.option(
+    "--lengths",
+    type=Numbers(),
+    default="1024,2048,4096",
+    show_default=True,
+    help="Tokens of the prompts.",
+)
+@click.option(
+    "--depths",
+    type=Numbers(0, 100),
+    default="0,25,50,75,100",
+    show_default=True,
+    help="Where the number is said, in percent of the prompt.",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Numbers for each length and depth.",
+)
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A UTF-8 file to fill the prompts with [default: five short sentences, repeated].",
+)
+@click.option(
+    "--block", type=click.IntRange(1), default=64, show_default=True, help="Tokens fed at a time."
+)
+@output_options
+def passkey(
+    model: str,
+    policies: str,
+    budgets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    depths: tuple[int, ...],
+    trials: int,
+    text: Path | None,
+    block: int,
+    out: Path,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Hide a number at several depths of long prompts, and ask for it at the end.
+
+    Shows in how many it is found with the full cache, and with mlx-lm's RotatingKVCache and each
+    policy at each budget.
+    """
+    from ...evaluation.caches import contenders
+    from ...evaluation.passkey import FILLER, Prompts, recall
+    from ...evaluation.policies import parse_policies
+    from ...evaluation.text import digest, read_text
+
+    specs = parse_policies(policies)
+    for spec, budget in product(specs, budgets):
+        spec.load(budget)
+    results, plot = open_results(out, plot, "passkey")
+    filler = FILLER if text is None else read_text(text)
+
+    network, tokenizer = load_model(model)
+    prompts = Prompts(partial(tokenizer.encode, verbose=False), filler)
+    settings = {
+        "kind": "passkey",
+        "model": model,
+        "filler": "sentences" if text is None else text.name,
+        "digest": digest(prompts.sentences),
+        "block": block,
+    }
+    made = {
+        (length, depth, trial): prompts.make(length, depth, trial)
+        for length, depth, trial in product(lengths, depths, range(trials))
+    }
+    keyed = [
+        (
+            contender,
+            prompt,
+            {**settings, **contender.settings, "length": length, "depth": depth, "trial": trial},
+        )
+        for contender in contenders(network, specs, budgets)
+        for (length, depth, trial), prompt in made.items()
+    ]
+    missing = [each for each in keyed if results.find(**each[-1]) is None]
+    with bar(sum(prompt.cost for _, prompt, _ in missing)) as advance:
+        for contender, prompt, key in missing:
+            advanced = partial(advance, str(contender))
+            results.append({**key, **recall(network, prompt, contender.make(), block, advanced)})
+    show([record for *_, key in keyed if (record := results.find(**key))], results, plot, as_json)
