@@ -1,11 +1,13 @@
 """Finding and loading policies: every way in which it can go wrong, by its message."""
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from types import ModuleType
 
 import fake_plugins
@@ -87,24 +89,61 @@ def run(command, path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_hundred_other_distributions_cost_no_metadata(site, monkeypatch):
-    for number in range(100):
-        points = f"[console_scripts]\nx = d{number}:main\n" if number % 2 else None
-        install(site, f"d{number}", entry_points=points, code=None)
-    install(site, "velox-a", "ay")
-    reads = []
+@pytest.fixture
+def reads(monkeypatch):
+    """Names of the metadata files that are read."""
+    names = []
     distribution = importlib.metadata.PathDistribution
     read_text = distribution.read_text
 
     def counting(self, filename):
-        reads.append(filename)
+        names.append(filename)
         return read_text(self, filename)
 
     monkeypatch.setattr(distribution, "read_text", counting)
+    return names
+
+
+def test_a_hundred_other_distributions_cost_no_metadata(site, reads):
+    for number in range(100):
+        points = f"[console_scripts]\nx = d{number}:main\n" if number % 2 else None
+        install(site, f"d{number}", entry_points=points, code=None)
+    install(site, "velox-a", "ay")
     assert statuses() == {"velox-a:ay": "ok"}
     # One small file of each, and everything else of the only one that matters.
     assert reads.count("METADATA") == 1
     assert len(reads) <= 101 + 4
+
+
+def test_a_hundred_policies_cost_three_small_files_each(site, reads, monkeypatch):
+    """No file twice, and neither importlib.metadata's parsers nor a search through all folders on
+    the path."""
+    for number in range(100):
+        install(site, f"velox-x{number}", f"x{number}")
+
+    def dear(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(importlib.util, "find_spec", dear)
+    for name in ("metadata", "entry_points"):
+        monkeypatch.setattr(importlib.metadata.Distribution, name, property(dear))
+    assert statuses() == {f"velox-x{number}:x{number}": "ok" for number in range(100)}
+    files = ("entry_points.txt", "METADATA", "direct_url.json")
+    assert Counter(reads) == dict.fromkeys(files, 100)
+
+
+def test_metadata_of_other_kinds(tmp_path, see):
+    """As an old setuptools leaves it, and with a description that speaks of versions."""
+    info = install(tmp_path, "velox-a", "ay", metadata=False)
+    text = "Metadata-Version: 2.1\nName: Velox.A\nVersion: 3.0\nSummary: x\n\nName: y\nVersion: 1\n"
+    (info / "PKG-INFO").write_text(text)
+    info.rename(tmp_path / "velox_a.egg-info")
+    info = install(tmp_path, "velox-b", "bee", entry_points="# no\n[ velox ]\n[velox.policies]\n"
+                   "# more\n\n bee= velox_b:Fake\n[other]\nx = velox_b:Fake\n")  # fmt: skip
+    see(tmp_path)
+    ay, bee = installed_policies()
+    assert (ay.name, ay.distribution, ay.version, ay.status) == ("ay", "Velox.A", "3.0", "ok")
+    assert (bee.name, bee.target, bee.status) == ("bee", "velox_b:Fake", "ok")
 
 
 def test_same_distribution_twice_counts_once(tmp_path, see):
@@ -344,6 +383,7 @@ def test_options_reach_the_policy(site):
         "n_sink": 0,
         "scope": "layer",
         "queries": "model",
+        "positions": "absolute",
         "window": 3,
     }
 
@@ -353,7 +393,7 @@ def test_unknown_option(site, option):
     install(site, "velox-a", "ay")
     assert refused(PolicyConfigError, "ay", **{option: 1}) == (
         f"policy 'ay' (velox-a 1.0) has no option {option!r}. It has: budget=512, n_sink=4, "
-        "scope='layer', queries='model', window=8."
+        "scope='layer', queries='model', positions='absolute', window=8."
     )
 
 

@@ -106,7 +106,8 @@ def origin_of(policy: object, group: str = GROUP) -> InstalledPolicy | None:
 
 def scan(group: str = GROUP) -> list[InstalledPolicy]:
     """All of the group, each with the faults of its own: two that claim one name aren't one yet."""
-    disabled = {normal(word.strip()) for word in os.environ.get(DISABLE, "").split(",")}
+    words = map(str.strip, os.environ.get(DISABLE, "").split(","))
+    disabled = {normal(word) for word in words if word}
     found: dict[tuple[str, str], InstalledPolicy] = {}
     if group == PROTECTORS:
         pin = _pin()
@@ -123,7 +124,7 @@ def scan(group: str = GROUP) -> list[InstalledPolicy]:
             seen.add(key)
             for policy in _declared(dist, key, group):
                 names = (policy.name, policy.distribution, policy.full_name)
-                if not disabled.isdisjoint({"all", "1", *map(normal, names)}):
+                if disabled and not disabled.isdisjoint({"all", "1", *map(normal, names)}):
                     policy = attrs.evolve(policy, status="disabled")
                 found.setdefault((policy.name, policy.distribution), policy)
         except Exception:  # whatever one distribution's metadata holds, the others are listed
@@ -155,6 +156,8 @@ def _pin() -> InstalledPolicy:
 
 
 def _declared(dist: Distribution, key: str, group: str) -> Iterator[InstalledPolicy]:
+    # Files are read once, and not by importlib.metadata's own parsers: with a hundred policies
+    # installed those would take most of the time.
     text = dist.read_text("entry_points.txt")
     if not text or group not in text:
         return  # nearly always; and no other file of it is read
@@ -162,14 +165,16 @@ def _declared(dist: Distribution, key: str, group: str) -> Iterator[InstalledPol
     name, version, fault = key, "?", ""
     entries = [(key, "")]
     try:
-        entries = [(e.name, e.value) for e in dist.entry_points if e.group == group]
-        metadata = dist.metadata
-        if "Name" in metadata and "Version" in metadata:
-            name, version = metadata["Name"], metadata["Version"]
+        entries = list(_entries(text, group))
+        metadata = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+        said = dict(re.findall(r"^(Name|Version): *(.*?) *$", metadata.partition("\n\n")[0], re.M))
+        if len(said) == 2:
+            name, version = said["Name"], said["Version"]
         else:
             fault = "half installed: METADATA is missing"
     except Exception as error:
         fault = f"unreadable metadata: {one_line(error)}"
+    folder = str(dist.locate_file(""))
     for policy, value in entries:
         # Blanks around the colon are allowed; extras behind are, and nobody uses them any more.
         target = re.sub(r"\s*\[.*\]$", "", re.sub(r"\s*:\s*", ":", value))
@@ -178,28 +183,48 @@ def _declared(dist: Distribution, key: str, group: str) -> Iterator[InstalledPol
             distribution=name,
             version=version,
             target=target,
-            origin=_origin(dist),
-            status=fault or _target_fault(target),
+            origin=_editable(dist) or folder,
+            status=fault or _target_fault(target, folder),
         )
 
 
-def _origin(dist: Distribution) -> str:
-    try:  # PEP 610
-        direct = json.loads(dist.read_text("direct_url.json") or "{}")
-        if direct.get("dir_info", {}).get("editable"):
-            return f"editable: {unquote(direct['url'].removeprefix('file://'))}"
-    except (ValueError, KeyError, AttributeError):
-        pass  # the folder says enough
-    return str(dist.locate_file(""))
+def _entries(text: str, group: str) -> Iterator[tuple[str, str]]:
+    """Names and targets of a group's entry points, of the text of ``entry_points.txt``."""
+    section = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("[") and line.endswith("]"):
+            section = line[1:-1]
+        elif section == group and line and not line.startswith("#"):
+            name, value = line.split("=", 1)
+            yield name.strip(), value.strip()
 
 
-def _target_fault(target: str) -> str:
-    """What is wrong with a target, as far as can be told without importing; ``"ok"`` if nothing."""
+def _editable(dist: Distribution) -> str:
+    """Where an editable distribution's source is; nothing for another (PEP 610)."""
+    with contextlib.suppress(ValueError, KeyError, AttributeError):  # the folder says enough
+        direct = dist.read_text("direct_url.json")
+        if direct and json.loads(direct).get("dir_info", {}).get("editable"):
+            return f"editable: {unquote(json.loads(direct)['url'].removeprefix('file://'))}"
+    return ""
+
+
+def _target_fault(target: str, folder: str) -> str:
+    """What is wrong with a target, as far as can be told without importing; ``"ok"`` if nothing.
+
+    Args:
+        target: ``module:attribute``.
+        folder: the one that its distribution's metadata lies in.
+    """
     if not re.fullmatch(r"[\w.]+:[\w.]+", target):
         return f"malformed target {target!r}: it must be module:attribute"
     module = target.partition(":")[0]
     top = module.partition(".")[0]  # to look for a submodule would import its parents
     if top in sys.modules:
+        return "ok"
+    # Where it nearly always is: beside the metadata, in a folder that is on the path. To ask the
+    # import system takes a look into every folder that is on it.
+    beside = os.path.join(folder, top)
+    if os.path.isfile(os.path.join(beside, "__init__.py")) or os.path.isfile(f"{beside}.py"):
         return "ok"
     try:
         spec = importlib.util.find_spec(top)
