@@ -337,6 +337,52 @@ def test_doctor_really_loads_each_policy(site, ay, monkeypatch):
     assert velox("doctor").exit_code == 1
 
 
+PROTECTOR = """
+    import attrs
+    from velox_core import Protector, hookimpl
+
+    @attrs.frozen(eq=False)
+    class Fake(Protector):
+        hook_version = 1
+        every: int
+
+        @hookimpl
+        def protect(self, rows):
+            return rows.positions % self.every == 0
+"""
+
+
+def test_doctor_really_loads_each_protector(site, monkeypatch):
+    """Whose options may have no default."""
+    mistakes = {
+        "good": ("", ""),
+        "off": ("", ""),
+        "broken": ("    import attrs", "    1 / 0"),
+        "misspelt": ("def protect", "def protct"),
+        "greedy": ("self, rows", "self, rows, count"),
+        "old": ("hook_version = 1", "hook_version = 0"),
+        "scoring": ("def protect", "def score"),
+        "policy": ("Fake(Protector)", "Fake"),
+    }
+    for name, (old, new) in mistakes.items():
+        code = PROTECTOR.replace(old, new) if old else PROTECTOR
+        points = f"[velox.protectors]\n{name} = velox_{name}:Fake\n"
+        install(site, f"velox-{name}", entry_points=points, code=code)
+    monkeypatch.setenv("VELOX_DISABLE_PLUGINS", "off")
+    found = doctor(1)
+    status = {name: found[f"protector {name}"]["status"] for name in (*mistakes, "pin")}
+    assert status == {
+        **dict.fromkeys(mistakes, "failed"), "good": "ok", "off": "disabled", "pin": "ok"
+    }  # fmt: skip
+    mend = {name: found[f"protector {name}"]["mend"] for name in mistakes}
+    assert "ZeroDivisionError" in mend["broken"]
+    assert "unknown hook 'protct'" in mend["misspelt"]
+    assert "`protect` takes count, which it will never get" in mend["greedy"]
+    assert "written for hook version 0" in mend["old"]
+    assert "beside a policy there may be no `score`" in mend["scoring"]
+    assert "must be a subclass of velox_core.Protector" in mend["policy"]
+
+
 @pytest.mark.parametrize(
     ("needs", "status", "said"),
     [

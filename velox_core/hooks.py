@@ -94,25 +94,41 @@ def build_hooks(policy: Policy, extras: Collection[object] = ()) -> pluggy.Plugi
     manager.add_hookspecs(EvictionPolicy)
     manager.register(LowestScores())
     for plugin in (policy, *extras):
-        _check_signatures(plugin)
-        try:
-            manager.register(plugin)
-            manager.check_pending()
-        except (pluggy.PluginValidationError, TypeError) as error:
-            hint = ""
-            if isinstance(error, TypeError):
-                hint = " Its class must be hashable: decorate with @attrs.frozen(eq=False)."
-            hooks = ", ".join(_spec_names())
-            raise PolicyLoadError(
-                f"{origin(plugin)} has a hook that velox_core doesn't know: "
-                f"{_one_line(error)}. The hooks are {hooks}.{hint}"
-            ) from error
+        _register(manager, plugin)
     if not any(impl.plugin is policy for impl in manager.hook.score.get_hookimpls()):
         marked = " (there is a method of that name: mark it with @hookimpl)" * hasattr(
             policy, "score"
         )
         raise PolicyLoadError(f"{origin(policy)} has no `score` hook{marked}; it is required.")
     return manager
+
+
+def check_protector(cls: type) -> None:
+    """Whether a protector of this class may stand beside a policy, whatever its options.
+
+    Raises:
+        PolicyLoadError: what ``build_hooks`` would raise of it.
+    """
+    _check_beside(cls)
+    manager = pluggy.PluginManager("velox")
+    manager.add_hookspecs(EvictionPolicy)
+    _register(manager, cls)
+
+
+def _register(manager: pluggy.PluginManager, plugin: object) -> None:
+    _check_signatures(plugin)
+    try:
+        manager.register(plugin)
+        manager.check_pending()
+    except (pluggy.PluginValidationError, TypeError) as error:
+        hint = ""
+        if isinstance(error, TypeError):
+            hint = " Its class must be hashable: decorate with @attrs.frozen(eq=False)."
+        hooks = ", ".join(_spec_names())
+        raise PolicyLoadError(
+            f"{origin(plugin)} has a hook that velox_core doesn't know: "
+            f"{_one_line(error)}. The hooks are {hooks}.{hint}"
+        ) from error
 
 
 def _check_version(plugin: object) -> None:
@@ -136,6 +152,10 @@ def _check_extra(extra: object) -> None:
         name = extra if isinstance(extra, str) else extra.__name__
         mend = f"load_protector({name!r})" if isinstance(extra, str) else f"{name}(…)"
         raise PolicyLoadError(f"protect takes protectors, not {extra!r}. Give it {mend}.")
+    _check_beside(extra)
+
+
+def _check_beside(extra: object) -> None:
     if hasattr(extra, "hook_version"):
         _check_version(extra)
     for name, opts in _marked(extra).items():
@@ -159,7 +179,9 @@ def _check_signatures(plugin: object) -> None:
         method: Any = getattr(plugin, name, None)
         if method is None or not hasattr(method, "velox_impl"):
             continue
-        given = inspect.signature(getattr(EvictionPolicy, name)).parameters.keys() - {"self"}
+        given = set(inspect.signature(getattr(EvictionPolicy, name)).parameters)
+        if not isinstance(plugin, type):  # a class's methods still have it
+            given.remove("self")
         parameters = inspect.signature(method).parameters.values()
         unknown = [p.name for p in parameters if p.name not in given]
         if unknown:

@@ -37,6 +37,7 @@ _T = TypeVar("_T")
 
 __all__ = [
     "InstalledPolicy",
+    "check_protector",
     "installed_policies",
     "load_policy",
     "load_protector",
@@ -98,6 +99,22 @@ def load_protector(name: str, /, **options: Any) -> Protector:
     from .protectors import Protector
 
     return _make(entry, Protector, options)
+
+
+def check_protector(name: str, /) -> None:
+    """Import a protector and check its hooks. Its options aren't set: some have no default.
+
+    Args:
+        name: as for ``load_protector``.
+
+    Raises:
+        VeloxError: what ``load_policy`` raises.
+    """
+    entry = _find(name, PROTECTORS)
+    from .hooks import check_protector
+    from .protectors import Protector
+
+    check_protector(_import(entry, Protector))
 
 
 def _make(entry: InstalledPolicy, base: type[_T], options: dict[str, Any]) -> _T:

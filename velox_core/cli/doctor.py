@@ -1,4 +1,4 @@
-"""``velox doctor``: whether the machine, MLX, mlx-lm and each policy are as they should be."""
+"""``velox doctor``: whether the machine, MLX, mlx-lm and each plugin are as they should be."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import attrs
 import click
 
-from ..discovery import installed_policies, one_line
+from ..discovery import GROUP, PROTECTORS, installed_policies, one_line
 from ..errors import VeloxError
 from .output import console, table
 
@@ -40,7 +40,7 @@ class Check:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """Check MLX, mlx-lm and every installed policy, by really loading it.
+    """Check MLX, mlx-lm and every installed policy and protector, by really loading it.
 
     The exit code is 1 if anything failed; warnings leave it at 0.
     """
@@ -117,24 +117,30 @@ def mlx_lm() -> Check:
 
 
 def plugins() -> Iterator[Check]:
-    """Each policy, loaded with its defaults."""
-    from ..registry import load_policy
+    """Each policy, loaded with its defaults, and each protector, which may have none."""
+    from ..registry import check_protector, load_policy
 
-    found = installed_policies()
-    for policy in found:
-        value = f"{policy.distribution} {policy.version}, {policy.origin}"
-        what = f"policy {policy.name}"
-        if policy.status == "disabled":
+    policies = list(loaded(GROUP, "policy", load_policy))
+    if not policies:
+        mend = f"{sys.executable} -m pip install velox-tova"
+        policies = [Check("policies", "none installed", "warning", mend)]
+    yield from policies
+    yield from loaded(PROTECTORS, "protector", check_protector)
+
+
+def loaded(group: str, noun: str, load: Callable[[str], object]) -> Iterator[Check]:
+    """Each plugin of an entry-point group, by loading it."""
+    for plugin in installed_policies(group):
+        value = f"{plugin.distribution} {plugin.version}, {plugin.origin}"
+        what = f"{noun} {plugin.name}"
+        if plugin.status == "disabled":
             yield Check(what, value, "disabled")
             continue
         try:
-            load_policy(policy.full_name)
+            load(plugin.full_name)
         except VeloxError as error:
             yield Check(what, value, "failed", str(error))
         else:
-            claimed = policy.status != "ok"
-            mend = f"{policy.status}: choose with {policy.full_name}" if claimed else ""
+            claimed = plugin.status != "ok"
+            mend = f"{plugin.status}: choose with {plugin.full_name}" if claimed else ""
             yield Check(what, value, "warning" if claimed else "ok", mend)
-    if not found:
-        mend = f"{sys.executable} -m pip install velox-tova"
-        yield Check("policies", "none installed", "warning", mend)
