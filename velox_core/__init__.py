@@ -12,6 +12,7 @@ from .errors import (
     VeloxError,
 )
 from .hooks import HOOK_VERSION, EvictionPolicy, hookimpl
+from .lookback import LookbackCache
 from .model import apply, make_cache
 from .policy import Policy, at_least, one_of
 from .protectors import Pin, Protector
@@ -27,6 +28,7 @@ __all__ = [
     "CacheFileError",
     "EvictionPolicy",
     "InstalledPolicy",
+    "LookbackCache",
     "Pin",
     "Policy",
     "PolicyConfigError",
