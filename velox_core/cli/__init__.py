@@ -22,6 +22,7 @@ from .eval import evaluate
 from .generate import generate
 from .new import new
 from .policies import policies
+from .report import report
 from .serve import serve
 
 
@@ -78,5 +79,5 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (generate, chat, serve, policies, check, evaluate, bench, new, doctor):
+for command in (generate, chat, serve, policies, check, evaluate, bench, report, new, doctor):
     main.add_command(command)

@@ -41,6 +41,7 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text, in the reader's font
     "svg.hashsalt": "velox",  # the same file from the same results
     "text.color": INK,
+    "text.parse_math": False,  # a $ in a name is a $
     "xtick.color": INK,
     "ytick.color": INK,
 }
