@@ -54,6 +54,8 @@ class LookbackCache(VeloxCache):
         self.lookback = lookback
         self._limit = self.budget + 4 * lookback
         self._past: list[Moment] = []  # before each of the newest tokens
+        # Renumbered, each of its tokens has keys of its own: those, and the token's place.
+        self._seen_by: list[tuple[mx.array, mx.array]] = []
         self._mask: mx.array | None = None  # what the newest block's tokens may see
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -116,7 +118,7 @@ class LookbackCache(VeloxCache):
         """Take the newest block's tokens one by one: each sees what is left, then a row goes."""
         assert self._positions is not None
         first, n, masks = self._rows - self._n_new, self._n_new, []
-        self._seen_by: list[tuple[mx.array, mx.array]] = []
+        self._seen_by = []
         for i in range(n):
             self._past.append(self._moment(first + i))
             position = mx.full((*self._positions.shape[:2], 1), self._tokens[0], dtype=mx.int32)

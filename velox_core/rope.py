@@ -16,13 +16,13 @@ from weakref import WeakValueDictionary
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models import rope_utils
 from mlx_lm.models.smollm3 import NoPE
 
 #: Modules whose rotation depends on nothing but the position.
 REDONE = (
-    nn.RoPE,  # plain and linearly scaled
+    RoPE,  # plain and linearly scaled
     rope_utils.Llama3RoPE,
     rope_utils.ProportionalRoPE,
     rope_utils.SuScaledRoPE,
@@ -37,7 +37,7 @@ class Rotated:
 
     result: mx.array
     raw: mx.array
-    rope: nn.Module
+    rope: Any
 
 
 class _Latest(threading.local):
@@ -91,8 +91,10 @@ class Rotation:
 
     def __init__(self, rope: Any) -> None:
         self.rope = rope
-        self.dims: int = getattr(rope, "dims", None) or getattr(rope, "dim", 0)
+        self.dims: int = getattr(rope, "dims", getattr(rope, "dim", 0))
         self.traditional: bool = getattr(rope, "traditional", False)
+        # YaRN's and long RoPE's, which is multiplied in before.
+        self.scale: float = getattr(rope, "mscale", getattr(rope, "_scale", 1.0))
         self._table: mx.array | None = None  # [places, dims]: cosines, then sines
 
     @classmethod
@@ -143,6 +145,8 @@ class Rotation:
         """The same from a table: on the CPU MLX has no kernel for RoPE, and the functions that
         stand in for it take five times as long."""
         half = self.dims // 2
+        if self.scale != 1:
+            rows = rows.at[..., : self.dims].multiply(self.scale)
         table = mx.take(self._places_below(bound), places, axis=0).astype(rows.dtype)
         cosines, sines = table[..., :half], table[..., half:]
         if self.traditional:
@@ -163,7 +167,19 @@ class Rotation:
                 unit[..., ::2] = 1
             else:
                 unit[..., : self.dims // 2] = 1
-            table = self.rope(mx.broadcast_to(unit, (1, 1, size, self.dims)), offset=0)[0, 0]
+            units = mx.broadcast_to(unit, (1, 1, size, self.dims))
+            if self.scale == 1:
+                table = self.rope(units, offset=0)[0, 0]
+            else:
+                table = mx.fast.rope(
+                    units,
+                    self.dims,
+                    traditional=self.traditional,
+                    base=None,
+                    scale=1.0,
+                    offset=0,
+                    freqs=self.rope._freqs,
+                )[0, 0]
             if self.traditional:
                 table = mx.concatenate([table[:, ::2], table[:, 1::2]], axis=-1)
             self._table = table

@@ -34,8 +34,9 @@ def table(records: list[Record]) -> tuple[list[str], list[list[str]]]:
             base = afresh["perplexity"][number] if afresh else None
             for name in names:
                 value = readings[name]["perplexity"][number] if name in readings else None
-                more = f" ({value - base:+.2f})" if None not in (value, base) else ""
-                cells.append("" if value is None else f"{value:.2f}{more if value != base else ''}")
+                compared = value is not None and base is not None and name != "afresh"
+                more = f" ({value - base:+.2f})" if compared else ""
+                cells.append("" if value is None else f"{value:.2f}{more}")
             rows.append([policy, f"{number * stretch:,}", *cells])
         for title, field in (("bytes, last : second", "bytes"), ("time, last : second", "seconds")):
             cells = [
