@@ -41,7 +41,9 @@ def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
         policy: from ``load_policy``.
         lookback: for speculative decoding, at least the tokens of one round (drafted ones and one
             more): each layer then gets a ``LookbackCache``, which takes back that many tokens
-            exactly and evicts in such blocks token by token, as if nothing were speculative.
+            exactly and evicts in such blocks token by token, as if nothing were speculative. It
+            equals plain decoding only with ``lookback >= num_draft_tokens + 1``; longer blocks,
+            as of a prompt, are cut once, with any ``lookback``.
             Default 0: a block is attended whole and cut once, and only the newest block's tokens
             can be taken back once rows have gone.
 
