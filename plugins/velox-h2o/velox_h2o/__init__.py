@@ -41,6 +41,7 @@ class H2O(Policy):
         scope: ``"head"`` (default, the paper's), a choice a KV head over the mean of its group of
             query heads, or ``"layer"``, one choice over the mean of all.
         queries: ``"model"`` (default) or ``"keys"``, the incoming key in the query's place.
+        positions: ``"absolute"`` (default), ``"contiguous"`` or ``"compressed"``.
 
     Deviations from the paper and the official code:
         - ``n_sink`` is 4 by default; the paper has none (``n_sink=0``), and its heavy hitters
@@ -52,7 +53,7 @@ class H2O(Policy):
         - A prompt fed in blocks is cut after each block, by all its queries; the official code
           reads the prompt in one piece and cuts it once.
         - Positions stay the tokens' own, as in the official code's main variant; its variant for
-          endless streams numbers rows by their place in the cache.
+          endless streams numbers rows by their place in the cache: ``positions="contiguous"``.
     """
 
     hook_version: ClassVar[int] = 1

@@ -32,6 +32,7 @@ class MorphKV(Policy):
         scope: ``"head"`` (default, the paper's), a choice a KV head over its group of query heads,
             or ``"layer"``, one choice for all. The group's mean is taken first, then fused.
         queries: ``"model"`` (default) or ``"keys"``, the incoming key in the query's place.
+        positions: ``"absolute"`` (default), ``"contiguous"`` or ``"compressed"``.
 
     Deviations from the paper and the official code:
         - ``n_sink`` is 4 by default; the paper has none (``n_sink=0``).

@@ -29,10 +29,11 @@ class StreamingLLM(Policy):
         n_sink: first tokens that always stay. Default 4, as in the paper; 0 is a plain window.
         scope: ``"layer"`` or ``"head"``: the rows are the same.
         queries: of no effect.
+        positions: ``"absolute"`` (default), ``"contiguous"`` (the paper's) or ``"compressed"``.
 
     Deviations from the paper and the official code:
-        - Positions stay the tokens' own. The official code keeps keys unrotated and numbers rows
-          by their place in the cache, which never lets positions outgrow the model's training.
+        - Positions stay the tokens' own by default. The official code keeps keys unrotated and
+          numbers rows by their place in the cache: ``positions="contiguous"``.
         - Rows go after a block was attended to, not before it comes: the block sees all rows that
           were held, besides itself.
     """

@@ -29,6 +29,8 @@ class TOVA(Policy):
         scope: ``"layer"`` (default, the paper's) or ``"head"``, a choice a KV head over its group
             of query heads.
         queries: ``"model"`` (default) or ``"keys"``, the incoming key in the query's place.
+        positions: ``"absolute"`` (default, the official code's), ``"contiguous"`` or
+            ``"compressed"``, which the paper has for texts beyond the trained context.
 
     Deviations from the paper and the official code:
         - ``n_sink`` is 4 by default; the paper has none (``n_sink=0``).

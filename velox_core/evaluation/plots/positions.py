@@ -31,12 +31,10 @@ def table(records: list[Record]) -> tuple[list[str], list[list[str]]]:
         stretch, afresh = any_one["stretch"], readings.get("afresh")
         for number in range(len(any_one["perplexity"])):
             cells = []
-            base = afresh["perplexity"][number] if afresh else None
+            base: float | None = afresh["perplexity"][number] if afresh else None
             for name in names:
                 value = readings[name]["perplexity"][number] if name in readings else None
-                compared = value is not None and base is not None and name != "afresh"
-                more = f" ({value - base:+.2f})" if compared else ""
-                cells.append("" if value is None else f"{value:.2f}{more}")
+                cells.append(_cell(value, None if name == "afresh" else base))
             rows.append([policy, f"{number * stretch:,}", *cells])
         for title, field in (("bytes, last : second", "bytes"), ("time, last : second", "seconds")):
             cells = [
@@ -47,6 +45,13 @@ def table(records: list[Record]) -> tuple[list[str], list[list[str]]]:
             ]
             rows.append([policy, title, *cells])
     return ["policy", "from token", *names], rows
+
+
+def _cell(value: float | None, base: float | None) -> str:
+    """A perplexity, and in brackets what it is above another."""
+    if value is None:
+        return ""
+    return f"{value:.2f}" if base is None else f"{value:.2f} ({value - base:+.2f})"
 
 
 @styled
