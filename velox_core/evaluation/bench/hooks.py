@@ -60,13 +60,13 @@ def hooks(model: Any, plan: Plan, progress: Progress) -> list[dict[str, Any]]:
     """
     cases = []
     for spec in plan.policies:
-        policy, noted = spec.load(plan.budget), _noted(model, spec, plan)
+        policy, noted = spec.load(plan.budget), noted_calls(model, spec, plan)
         cache = filled(model, partial(make_cache, model, policy), plan)
         times = interleave(
             {
                 "seconds": partial(decode, model, cache, plan.steps),
-                "hook_seconds": partial(_repeat, _through_pluggy(policy, noted)),
-                "direct_seconds": partial(_repeat, _directly(policy, noted)),
+                "hook_seconds": partial(_repeat, through_pluggy(policy, noted)),
+                "direct_seconds": partial(_repeat, directly(policy, noted)),
             },
             plan.rounds,
             progress,
@@ -75,7 +75,7 @@ def hooks(model: Any, plan: Plan, progress: Progress) -> list[dict[str, Any]]:
     return cases
 
 
-def _noted(model: Any, spec: PolicySpec, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
+def noted_calls(model: Any, spec: PolicySpec, plan: Plan) -> list[tuple[str, dict[str, Any]]]:
     """The hook calls of one step."""
     calls = Calls()
     options = {"budget": plan.budget, **spec.options}
@@ -87,15 +87,13 @@ def _noted(model: Any, spec: PolicySpec, plan: Plan) -> list[tuple[str, dict[str
     return calls.noted
 
 
-def _through_pluggy(
+def through_pluggy(
     policy: Policy, noted: list[tuple[str, dict[str, Any]]]
 ) -> list[Callable[[], object]]:
     return [partial(getattr(policy.hooks().hook, name), **given) for name, given in noted]
 
 
-def _directly(
-    policy: Policy, noted: list[tuple[str, dict[str, Any]]]
-) -> list[Callable[[], object]]:
+def directly(policy: Policy, noted: list[tuple[str, dict[str, Any]]]) -> list[Callable[[], object]]:
     """The methods that pluggy would call, in its order."""
     found: list[Callable[[], object]] = []
     for name, given in noted:
