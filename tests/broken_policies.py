@@ -336,6 +336,18 @@ class DecaysSlowly(Right):
 
 
 @policy
+class CountsQueriesAgain(Right):
+    """As H2O, but sees older queries too: in a padded batch some of them are counted twice."""
+
+    n_queries: ClassVar[int] = 8
+    every_step: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows):
+        return rows.scores + rows.pool(rows.received(rows.n_new))
+
+
+@policy
 class MixesSequences(Right):
     @hookimpl
     def score(self, rows):

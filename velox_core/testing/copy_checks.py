@@ -13,7 +13,7 @@ from ..cache import VeloxCache
 from ..discovery import origin_of
 from .check import Check
 from .failure import CheckFailed
-from .held import held, same
+from .held import held, same, same_scores
 from .hook_checks import evict, protected, score
 from .row_checks import deterministic, offsets, stateless
 from .together import Together, own_blocks
@@ -30,8 +30,12 @@ def _batch(trial: Trial) -> str:
     expected = "a sequence in a batch keeps the rows that it keeps alone"
 
     def compare(together: Together, sequence: int, alone: VeloxCache, what: str) -> None:
-        ours = held(together.alone(sequence))
-        same(expected, "alone it", held(alone), f"as sequence {sequence} {what} it", ours)
+        ours = together.alone(sequence)
+        where = f"as sequence {sequence} {what}"
+        same(expected, "alone it", held(alone), f"{where} it", held(ours))
+        same_scores(
+            "a sequence's scores in a batch are those that it has alone", alone, where, ours
+        )
 
     def alone(i: int, blocks: list[int]) -> VeloxCache:
         return streams[i].feed(trial.cache(policy=policy), blocks)
@@ -54,7 +58,7 @@ def _batch(trial: Trial) -> str:
         together.prompts(lengths, blocks)
         together.steps(6)
         for i, length in enumerate(lengths):
-            what = f"of a batch whose prompts came padded, in blocks of {blocks},"
+            what = f"of a batch whose prompts came padded in blocks of {blocks}"
             compare(together, i, alone(i, [*own_blocks(length, blocks), *[1] * 6]), what)
         own = together.alone(1)
         streams[1].feed(own, [1] * 9)

@@ -37,6 +37,29 @@ def same(expected: str, one: str, a: list[list[int]], other: str, b: list[list[i
             )
 
 
+def same_scores(expected: str, one: VeloxCache, other: str, two: VeloxCache) -> None:
+    """Fail unless the scores that go on with the same rows of two caches are the same, but for
+    rounding. Rows that stay don't always show them.
+
+    Args:
+        expected: what is checked.
+        other: where ``two`` comes from, in words.
+    """
+    if not one.policy.every_step:
+        return
+    scores = []
+    for cache in (one, two):
+        assert cache.positions is not None
+        assert cache._scores is not None
+        order = mx.argsort(cache.positions[0], axis=-1)
+        scores.append(mx.take_along_axis(cache._scores[0], order, axis=-1))
+    off = ~mx.isclose(scores[0], scores[1], rtol=1e-3, atol=1e-4, equal_nan=True)
+    if off.any().item():
+        row = mx.argmax(off.flatten())
+        a, b = (cast(float, each.flatten()[row].item()) for each in scores)
+        raise CheckFailed(expected, f"a row that has the score {a:.4g} alone has {b:.4g} {other}")
+
+
 def short(numbers: list[int]) -> str:
     """A list of numbers for people."""
     shown = ", ".join(map(str, numbers[:8]))
