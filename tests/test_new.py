@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from velox_core.cli import main
 from velox_core.cli.new import TEMPLATE, Names
+from velox_core.testing import CHECKS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -119,7 +120,7 @@ def test_metadata(project, site):
 
 def test_its_tests_pass(project, site):
     out = run(["-m", "pytest", "-q", "-o", f"cache_dir={project.parent / 'cache'}"], project, site)
-    assert "39 passed" in out  # twice the suite, and three of its own
+    assert f"{2 * len(CHECKS) + 2} passed" in out  # twice the suite, and two of its own
 
 
 def test_it_is_clean(project):
@@ -164,19 +165,21 @@ def test_the_wheel_has_the_template():
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("velox-foo", Names("velox-foo", "velox_foo", "foo", "FooPolicy")),
+        ("velox-foo", Names("velox-foo", "velox_foo", "foo", "Foo")),
         ("My_Great.Policy", Names("my-great-policy", "my_great_policy", "my-great-policy",
                                   "MyGreatPolicy")),
-        ("velox-2x", Names("velox-2x", "velox_2x", "2x", "Velox2xPolicy")),
+        ("velox-2x", Names("velox-2x", "velox_2x", "2x", "Velox2x")),
         ("policy", Names("policy", "policy", "policy", "PolicyPolicy")),
-        ("none-such", Names("none-such", "none_such", "none-such", "NoneSuchPolicy")),
+        ("velox-rows", Names("velox-rows", "velox_rows", "rows", "RowsPolicy")),
+        ("velox-none", Names("velox-none", "velox_none", "none", "NonePolicy")),
+        ("none-such", Names("none-such", "none_such", "none-such", "NoneSuch")),
     ],
 )  # fmt: skip
 def test_names(name, names):
     assert Names.of(name) == names
 
 
-@pytest.mark.parametrize("name", ["a", "x" * 40, "velox-none", "velox-2x"])
+@pytest.mark.parametrize("name", ["a", "x" * 40, "velox-none", "velox-2x", "check"])
 def test_the_code_is_clean_whatever_the_name(here, name):
     assert new(name).exit_code == 0
     assert list(here.iterdir()) == [here / name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import keyword
 import re
@@ -22,6 +23,8 @@ from ..discovery import normal
 OURS = {"velox", "kv", "core", "tova", "h2o", "morphkv", "streaming"}
 #: Packages that a policy needs, or would hide: a package of such a name would break it.
 MODULES = {"attr", "attrs", "mlx", "mlx_lm", "pluggy", "pytest", "tests", "velox_core"}
+#: Names that the template's files import, and Python's own: no policy's class may take them.
+CLASSES = {*dir(builtins), "Check", "Policy", "Rows"}
 TEMPLATE = Path(__file__).parent / "template"
 LONGEST = 40  # characters; longer names would break lines
 
@@ -69,7 +72,7 @@ class Names:
             raise click.UsageError(f"{name!r} is longer than {LONGEST} characters: choose another")
         words = policy if policy.replace("-", "_").isidentifier() else name
         camel = "".join(word.capitalize() for word in words.split("-"))
-        if not camel.endswith("Policy") or camel == "Policy":
+        if camel in CLASSES:
             camel += "Policy"
         return cls(name, package, policy, camel)
 
