@@ -55,8 +55,12 @@ class Batch(Contents):
     def _block_positions(self, keys: mx.array) -> mx.array:
         """Positions of the new block's rows, ``[batch, kv_heads or 1, block]``."""
         heads = keys.shape[1] if self.policy.scope == "head" else 1
-        positions = self._positions_from(self._tokens, self._fresh, keys.shape[2])[:, None]
-        return mx.broadcast_to(positions, (keys.shape[0], heads, keys.shape[2]))
+        shape = (keys.shape[0], heads, keys.shape[2])
+        if shape[2] == 1 and min(self._fresh):  # a step's, without a graph of its own
+            positions = mx.array([[[seen]] for seen in self._tokens], dtype=mx.int32)
+        else:
+            positions = self._positions_from(self._tokens, self._fresh, shape[2])[:, None]
+        return positions if positions.shape == shape else mx.broadcast_to(positions, shape)
 
     def _query_positions(self) -> mx.array:
         """Positions of the newest block's queries, ``[batch or 1, block]``."""

@@ -176,7 +176,7 @@ class VeloxCache(Numbered):
             positions=positions,
             scores=mx.zeros(positions.shape) if scores is None else scores[..., : self._rows],
             query_positions=query_positions,
-            newest=mx.array(self._tokens, dtype=mx.int32)[:, None, None] - 1,
+            newest=mx.array([[[seen - 1]] for seen in self._tokens], dtype=mx.int32),
             n_new=self._n_new,
             attended=seen,
             budget=self.budget,

@@ -132,9 +132,11 @@ class Numbered(Batch):
     def _turned(self, queries: mx.array, positions: mx.array) -> mx.array:
         """Queries of these positions, ``[batch or 1, n]``, at their places: the newest with the
         newest row, the others as far before it as they are."""
-        newest = mx.array(self._tokens, dtype=mx.int32)[:, None] - 1
-        last = self._places().max(axis=-1, keepdims=True)
-        return self._to_places(queries, mx.maximum(last - (newest - positions)[:, None], 0))
+        at = self._places().max(axis=-1, keepdims=True)
+        if positions.shape[1] > 1:
+            newest = mx.array([[seen - 1] for seen in self._tokens], dtype=mx.int32)
+            at = mx.maximum(at - (newest - positions)[:, None], 0)
+        return self._to_places(queries, at)
 
     def _to_places(self, rows: mx.array, at: mx.array) -> mx.array:
         assert self._rotation is not None
