@@ -33,7 +33,7 @@ def context(record: Record, axes: Any) -> None:
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set_ylim(bottom=0)
     axes.set(xlabel="tokens so far", ylabel="decode, tokens/s")
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    legend_beside(axes)
 
 
 def batch(record: Record, axes: Any) -> None:
@@ -50,7 +50,7 @@ def hooks(record: Record, axes: Any) -> None:
     bars(axes, names, [100 * whole for whole, _ in shares], label="hook calls")
     axes.barh(names, [100 * pluggy for _, pluggy in shares], label="of it pluggy")
     axes.set(xlabel="share of a decode step, per cent")
-    axes.legend()
+    legend_beside(axes)
 
 
 def imports(record: Record, axes: Any) -> None:
@@ -65,6 +65,10 @@ def bars(axes: Any, labels: list[str], values: list[float], **kwargs: Any) -> No
     axes.barh(labels, values, **kwargs)
     axes.grid(visible=False, axis="y")
     axes.set_axisbelow(True)
+
+
+def legend_beside(axes: Any) -> None:
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 FIGURES: dict[str, Callable[[Record, Any], None]] = {
