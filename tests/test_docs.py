@@ -195,9 +195,14 @@ def test_tutorial(bench):
             path = folder / title[1]
             assert path.exists()
             path.write_text(text if language == "python" else patched(path.read_text(), text))
-        else:
-            assert language == "toml"
+        elif language == "toml":
             assert text in (folder / "pyproject.toml").read_text()
+        elif language == "markdown":  # a piece of an example's README, with its lines joined
+            readme = (ROOT / "examples/velox-l2norm/README.md").read_text(encoding="utf-8")
+            for line in text.strip().splitlines():
+                assert line in readme
+        else:
+            assert language == "sh"  # test_commands_have_these_options looks at it
 
 
 # Tables

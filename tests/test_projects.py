@@ -14,7 +14,14 @@ else:
     import tomli as tomllib  # pytest's and hatchling's own need there
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+FOLDERS = [
+    ROOT,
+    *sorted(
+        path.parent
+        for where in ("plugins", "examples")
+        for path in ROOT.glob(f"{where}/*/pyproject.toml")
+    ),
+]
 every_project = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 

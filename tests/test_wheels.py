@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+PLUGINS = sorted(
+    path.parent
+    for where in ("plugins", "examples")
+    for path in ROOT.glob(f"{where}/*/pyproject.toml")
+)
 
 pytestmark = [pytest.mark.wheels, pytest.mark.timeout(900)]
 
@@ -82,6 +86,7 @@ def wheels(tmp_path_factory):
 
 def test_what_is_in_them(wheels):
     """The package and nothing beside it: no tests, no tools, no other package."""
+    sources = {"velox-kv": ROOT, **{plugin.name: plugin for plugin in PLUGINS}}
     for name, wheel in wheels.items():
         package = "velox_core" if name == "velox-kv" else name.replace("-", "_")
         files = zipfile.ZipFile(wheel).namelist()
@@ -93,9 +98,10 @@ def test_what_is_in_them(wheels):
         assert info.endswith(".dist-info")
         assert any(file.endswith("licenses/LICENSE") for file in files)
         assert not any("__pycache__" in file for file in files)
-        source = ROOT if name == "velox-kv" else ROOT / "plugins" / name
-        for path in source.glob(f"{package}/**/*.py"):
-            assert path.relative_to(source).as_posix() in files
+        source = sources[name]
+        for path in source.glob(f"{package}/**/*"):  # templates too
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert path.relative_to(source).as_posix() in files
 
 
 @pytest.fixture(scope="module")
