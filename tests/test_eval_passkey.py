@@ -18,7 +18,7 @@ from velox_core.evaluation.plots import DISPLAYS
 from velox_core.evaluation.policies import parse_policies
 from velox_core.evaluation.results import Results
 
-NEEDLE = re.compile(r"The pass key is (\d{5})\. Remember it\. \1 is the pass key\. ")
+NEEDLE = re.compile(r"The pass key: (\d{5})\. Remember the pass key: \1\. ")
 
 
 def encode(text):
@@ -76,19 +76,22 @@ def test_another_filler():
 
 
 def test_tokens_that_do_not_add_up():
-    """Of a tokenizer that puts one at the beginning, and makes more of a whole than of its parts,
-    the prompts aren't too long all the same."""
+    """Where a whole has more tokens than its parts have, or fewer, it isn't too long, and full."""
 
-    def costly(text):
-        return [1, *encode(text), *[2] * text.count(". T")]
+    def more(text):
+        return [*encode(text), *[2] * text.count(". T")]
 
-    prompt = Prompts(costly).make(400, 50)
-    assert 330 < len(prompt.tokens) + len(prompt.answer) <= 400
-    assert prompt.tokens[0] == 1
+    def fewer(text):
+        return [1, *encode(text)]  # the token that begins each text
+
+    for costly in (more, fewer):
+        prompt = Prompts(costly).make(400, 50)
+        assert 340 < len(prompt.tokens) + len(prompt.answer) <= 400
+        assert len(costly(decode(t for t in prompt.tokens if t > 2))) == len(prompt.tokens)
 
 
 def test_no_room():
-    least = len("The pass key is 12345. Remember it. 12345 is the pass key. " + QUESTION) + 6
+    least = len("The pass key: 12345. Remember the pass key: 12345. " + QUESTION) + 6
     first = len("The grass is green. ")
     assert Prompts(encode).make(least + first, 0)
     with pytest.raises(VeloxError, match=f"has no room .* {least} tokens: make it longer"):

@@ -3,8 +3,8 @@
 The prompt is a filler with one more piece in its midst, and a question at its end, which is left
 for the model to complete::
 
-    The grass is green. The sky is blue. … The pass key is 71432. Remember it. 71432 is the pass
-    key. The grass is green. … What is the pass key? The pass key is
+    The grass is green. The sky is blue. … The pass key: 71432. Remember the pass key: 71432. The
+    grass is green. … What was the pass key? The pass key:
 
 It is plain text, without a chat template: models of 135M parameters complete it and don't answer
 it. The piece lies at the end of the filler's sentence that is nearest to a depth; 0 is the prompt's
@@ -14,7 +14,7 @@ likeliest, that is if greedy decoding gives it.
 
 A record, of kind ``"passkey"``, holds one prompt, read with one cache:
 
-- ``filler`` (its name), ``digest`` (of its sentences) and ``block``: what was read and how;
+- ``filler`` (its name), ``digest`` (of all that is said) and ``block``: what was read and how;
 - ``policy``, ``options`` and ``budget``: with which cache, as in a perplexity record;
 - ``length`` (tokens, the key's included, at most; less than a sentence short), ``depth`` (percent)
   and ``trial`` (0, 1, …): which prompt; its key follows from these;
@@ -40,8 +40,8 @@ from .perplexity import token_nll
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 )
-NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
-QUESTION = "What is the pass key? The pass key is"
+NEEDLE = "The pass key: {key}. Remember the pass key: {key}. "
+QUESTION = "What was the pass key? The pass key:"
 ANSWER = " {key}"
 
 

@@ -74,7 +74,7 @@ def passkey(
     policy at each budget.
     """
     from ...evaluation.caches import contenders
-    from ...evaluation.passkey import FILLER, Prompts, recall
+    from ...evaluation.passkey import FILLER, NEEDLE, QUESTION, Prompts, recall
     from ...evaluation.policies import parse_policies
     from ...evaluation.text import digest, read_text
 
@@ -90,7 +90,7 @@ def passkey(
         "kind": "passkey",
         "model": model,
         "filler": "sentences" if text is None else text.name,
-        "digest": digest(prompts.sentences),
+        "digest": digest([*prompts.sentences, NEEDLE, QUESTION]),
         "block": block,
     }
     made = {
