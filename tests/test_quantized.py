@@ -205,7 +205,7 @@ def test_rows_are_scored_by_the_keys_that_are_held(bits, monkeypatch):
         feed(model, cache, prompt_of(n, seed=n))
     mx.eval([layer.state for layer in cache])
     assert [len(shown) for shown in Watching.shown] == [6, 6]
-    for wanted, ours in zip(sum(real, []), sum(Watching.shown, []), strict=True):
+    for wanted, ours in zip(real[0] + real[1], Watching.shown[0] + Watching.shown[1], strict=True):
         assert ours.shape == wanted.shape
         assert np.allclose(ours, wanted, rtol=1e-3, atol=1e-5)
 
