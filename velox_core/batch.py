@@ -52,14 +52,14 @@ class Batch(Contents):
             return [n] * len(self._tokens)
         return [min(max(left, 0), n) for left in self._coming]
 
-    def _block_positions(self, keys: mx.array) -> mx.array:
+    def _block_positions(self, keys: mx.array, fresh: list[int]) -> mx.array:
         """Positions of the new block's rows, ``[batch, kv_heads or 1, block]``."""
         heads = keys.shape[1] if self.policy.scope == "head" else 1
         shape = (keys.shape[0], heads, keys.shape[2])
-        if shape[2] == 1 and min(self._fresh):  # a step's, without a graph of its own
+        if shape[2] == 1 and min(fresh):  # a step's, without a graph of its own
             positions = mx.array([[[seen]] for seen in self._tokens], dtype=mx.int32)
         else:
-            positions = self._positions_from(self._tokens, self._fresh, shape[2])[:, None]
+            positions = self._positions_from(self._tokens, fresh, shape[2])[:, None]
         return positions if positions.shape == shape else mx.broadcast_to(positions, shape)
 
     def _query_positions(self) -> mx.array:
@@ -79,6 +79,9 @@ class Batch(Contents):
     def _latest_queries(self, seen: Attended, positions: mx.array) -> tuple[Attended, mx.array]:
         """The window's queries and the block's, each sequence's newest last."""
         queries, bias = seen.queries, seen.bias
+        if self._earlier:
+            before = [each.queries for each in self._earlier if each is not None]
+            queries = mx.concatenate([*before, queries], axis=2)
         if self._window is not None and self._window_positions is not None:
             queries = mx.concatenate([self._window, queries], axis=2)
             positions = mx.concatenate([self._window_positions, positions], axis=1)
@@ -136,7 +139,8 @@ class Batch(Contents):
         misfit = isinstance(mask, mx.array) and mask.shape[-1] != self._rows
         if misfit or min(self._held) < self._rows:
             positions = self._positions[..., : self._rows]
-            mask = visible(positions, self._query_positions(), padding_sees_all=True)
+            queries = self._query_positions()[:, -self._last :]
+            mask = visible(positions, queries, padding_sees_all=True)
             mask = for_heads(mask, query_heads)
         return mask
 

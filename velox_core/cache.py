@@ -14,11 +14,11 @@ from mlx_lm.models import cache as mlx_cache
 from .errors import UnobservedAttentionError
 from .eviction import choose_rows, score_rows
 from .hooks import origin
-from .numbering import Numbered
 from .rows import Attended, Rows, lowest
+from .trim import Trimmable
 
 
-class VeloxCache(Numbered):
+class VeloxCache(Trimmable):
     """Keys and values of at most ``budget`` rows of one layer, each with its true position.
 
     Below the budget it gives what mlx-lm's ``KVCache`` gives, bit for bit. In a batch made by
@@ -46,16 +46,21 @@ class VeloxCache(Numbered):
         self._settle(next_block=n)
         if self.renumbers:
             keys = self.before_rope(keys)
-        self._n_new, self._fresh = n, self._real_tokens(n)
-        positions = self._block_positions(keys)
+        fresh = self._real_tokens(n)
+        positions = self._block_positions(keys, fresh)
+        if self._n_new:  # a block that goes on growing
+            self._earlier.append(self._seen)
+            self._seen = None
+            self._forget_numbers()
+        self._n_new, self._fresh = self._n_new + n, _add(self._fresh, fresh)
         if self._coming is not None:
             self._coming = [left - n for left in self._coming]
         if self._hole is None:
             self._append(keys, values, positions)
         else:
             self._overwrite(keys, values, positions)
-        self._tokens = _add(self._tokens, self._fresh)
-        self._held = _add(self._held, self._fresh)
+        self._tokens = _add(self._tokens, fresh)
+        self._held = _add(self._held, fresh)
         self._set_offset()
         if self.policy.n_queries and self.policy.queries == "keys":
             self.observe(Attended(keys, keys.shape[-1] ** -0.5))
@@ -85,7 +90,7 @@ class VeloxCache(Numbered):
     def _settle(self, next_block: int = 0) -> None:
         """Do the newest block's eviction. Where one row goes and one token comes, the row stays
         as a hole to be overwritten; otherwise the kept rows close up, in the order of time."""
-        if self._n_new:
+        if self._n_new and not self._grows(next_block):
             gone, scores = self._chosen or self._choose()
             if self.policy.every_step:
                 self._scores = scores
@@ -97,12 +102,23 @@ class VeloxCache(Numbered):
             self._close_up(self._hole)
             self._hole = None
 
+    def _grows(self, next_block: int) -> bool:
+        """Whether the next token joins the newest block, as there is ``slack`` left for it."""
+        return (
+            next_block == 1
+            and self.budget < max(self._held) < self.budget + self.policy.slack
+            and self._coming is None
+            and self._overwritten is None
+            and min(self._fresh) == self._n_new
+            and min(self._held) == self._rows
+        )
+
     def attended(self, output: mx.array) -> mx.array:
         """The model attended to the newest block, with this output. What goes with a single token
         is chosen at once and evaluated along with the output: left to the next step, the scoring
         would still hold the keys when that step writes a row among them, and MLX would copy all.
         """
-        if self._n_new == 1 and self._seen is not None:
+        if self._n_new == 1 and self._seen is not None and not self.policy.slack:
             self._chosen = self._choose()
             chosen = [array for array in self._chosen if array is not None]
             if chosen:
@@ -153,7 +169,7 @@ class VeloxCache(Numbered):
                 "showed no query, so rows can't be scored. Use queries='keys', which takes "
                 "the incoming keys in the queries' place, or a policy that needs no queries."
             )
-        if self.policy.n_queries > 1 and seen.keys is not None:
+        if (self.policy.n_queries > 1 or self._earlier) and seen.keys is not None:
             raise UnobservedAttentionError(
                 f"{origin(self.policy)} looks at the last {self.policy.n_queries} queries, and "
                 f"layer {self.layer} attends with other keys than it stores (MLA), so older "
@@ -194,47 +210,6 @@ class VeloxCache(Numbered):
         from .quantized import QuantizedVeloxCache  # a kind of this
 
         return QuantizedVeloxCache.of(self, group_size, bits)
-
-    # Taking back ---------------------------------------------------------------------------
-
-    def is_trimmable(self) -> bool:
-        """Whether the newest tokens can be taken back exactly: those of the newest block while
-        its eviction waits, or any while nothing was evicted and the policy has no memory."""
-        return self._untouched() or 0 < self._n_new == min(self._fresh)
-
-    def trim(self, n: int) -> int:
-        """Take back the newest ``n`` tokens.
-
-        Returns:
-            How many were taken back: ``n`` (or all there are), or 0 where that can't be exact.
-        """
-        n = min(n, *self._tokens)
-        if n <= 0 or not (self._untouched() or n <= min(self._fresh) == self._n_new):
-            return 0
-        if self._overwritten is not None and n == self._n_new:
-            self._hole = self._overwritten
-        else:
-            self._rows -= n
-        self._tokens = [seen - n for seen in self._tokens]
-        self._held = [held - n for held in self._held]
-        self._set_offset()
-        if n >= self._n_new:
-            self._forget_block()
-        else:
-            self._n_new -= n
-            self._fresh = [fresh - n for fresh in self._fresh]
-            self._chosen = None
-            self._forget_numbers()
-            if self._seen is not None:
-                self._seen = self._seen.without_last(n)
-        return n
-
-    def _untouched(self) -> bool:
-        remembers = self.policy.every_step or self.policy.n_queries > 1
-        evicted = self._tokens != self._held
-        padded = min(self._held) < self._rows  # the newest rows needn't be the last ones then
-        kept = remembers or evicted or padded or self._coming or self._hole is not None
-        return not (kept and any(self._tokens))
 
 
 def _add(a: list[int], b: list[int]) -> list[int]:

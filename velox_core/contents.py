@@ -35,7 +35,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._window: mx.array | None = None  # the latest queries before the newest block
         self._window_positions: mx.array | None = None
         self._rows = 0  # rows in use of the capacity
-        self._limit = budget + 1  # the capacity that decoding needs
+        self._limit = budget + 1 + policy.slack  # the capacity that decoding needs
         self._tokens = [0]  # tokens seen, by sequence (a single number unless merged)
         self._held = [0]  # rows that aren't empty, by sequence
         self._merged = False
@@ -47,7 +47,9 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._n_new = 0  # rows of the newest block, padding counted; 0 once it is settled
         self._fresh = [0] * len(self._tokens)  # its real tokens, by sequence
         self._overwritten: mx.array | None = None  # where its row went, if into a hole
-        self._seen: Attended | None = None  # what the model attended to it with
+        self._last = 0  # rows that came with the last call: all of the block, unless it grows
+        self._seen: Attended | None = None  # what the model attended to them with
+        self._earlier: list[Attended | None] = []  # and to those before them, of a block that grew
         self._chosen: tuple[Any, Any] | None = None  # what goes with it, where known already
 
     def _settle(self, next_block: int = 0) -> None:
@@ -65,7 +67,8 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
 
     def _append(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
         start, limit = self._rows, self._limit
-        self._rows += self._n_new
+        self._last = positions.shape[-1]
+        self._rows += self._last
         self._positions = storage.write(self._positions, positions, start, limit)
         if self.policy.every_step:
             nothing = mx.zeros(positions.shape, mx.float32)
@@ -78,6 +81,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
     def _overwrite(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
         hole = self._hole
         assert hole is not None
+        self._last = 1
         self._positions = storage.put(self._positions, positions, hole)
         if self._scores is not None:
             self._scores = storage.put(self._scores, mx.zeros(positions.shape), hole)

@@ -87,6 +87,9 @@ def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
             "The model plamo spreads its KV heads over query heads in a way of its own, so a "
             "choice a head can't be made. Use scope='layer'."
         )
+    if policy.slack and (lookback or name in LATENT or (name == "plamo" and policy.n_queries)):
+        why = "lookback" if lookback else f"the model {name}'s attention"
+        raise UnsupportedModelError(f"slack={policy.slack} doesn't go with {why}. Use slack=0.")
     if not any(velox_caches(bounded)):
         kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
         raise UnsupportedModelError(

@@ -111,7 +111,8 @@ class Numbered(Batch):
     ) -> list[tuple[mx.array, mx.array, Any]]:
         """What to attend with, given the newest block's queries before RoPE: queries, keys and
         mask, for each part of the block that sees rows at places of its own."""
-        return [(self._turned(queries, self._query_positions()), keys, mask)]
+        positions = self._query_positions()[:, -self._last :]
+        return [(self._turned(queries, positions), keys, mask)]
 
     def _readable(self, rows: Any) -> mx.array:
         """Keys or values as numbers, from the form in which they are held."""

@@ -67,6 +67,9 @@ class Policy:
             ``"contiguous"``: numbered by their place in the cache, as in StreamingLLM's paper.
             ``"compressed"``: wide gaps between neighbours narrowed, as in TOVA's. The last two
             need a model whose RoPE can be done again; keys are held unrotated then.
+        slack: decoded tokens for which a layer may hold more than its budget; they are then cut
+            together, as a block of a prompt is. Quicker where many small operations are dear, and
+            exact for fewer steps. Default 0: a row goes at each step.
 
     Raises:
         PolicyConfigError: an option out of its range.
@@ -93,6 +96,7 @@ class Policy:
     positions: Literal["absolute", "contiguous", "compressed"] = attrs.field(
         default="absolute", validator=one_of("absolute", "contiguous", "compressed")
     )
+    slack: int = attrs.field(default=0, validator=at_least(0))
     #: Protectors and observers beside it, from ``load_policy(protect=)``.
     extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
