@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .generate import describe_cache, held, load_model, parse_options, progress
+from .outgrown import warn_if_outgrown
 from .output import console, table
 from .pinning import before_message, protectors
 
@@ -98,6 +99,7 @@ def chat(
     sampler = make_sampler(temp=temp)
     if sys.stdin.isatty():
         click.echo(HELP, err=True)
+    warned = False
     for line in lines():
         command = re.fullmatch(r"\s*(/\w+)\s*", line)
         if command:
@@ -114,6 +116,7 @@ def chat(
                     if stopped():
                         break
             click.echo()
+            warned = warned or warn_if_outgrown(network, talk.policy, talk.tokens_seen)
 
 
 class Conversation:
@@ -133,6 +136,11 @@ class Conversation:
         self.cache = make_cache(self.model, self.policy)
         self.turns = 0
         self._last: int | None = None  # the newest token in the cache
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens of the conversation so far."""
+        return int(held(self.cache)["tokens_seen"])
 
     def say(self, text: str, **kwargs: Any) -> Iterator[str]:
         """Say something, and give the reply in pieces as it comes.

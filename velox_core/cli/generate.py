@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from .outgrown import warn_if_outgrown
 from .output import console, table
 from .pinning import before_message, protectors
 
@@ -139,6 +140,7 @@ def generate(
     else:
         click.echo()
         console(stderr=True).print(table(("", name), describe(result)))
+        warn_if_outgrown(network, policy, result["tokens_seen"])
 
 
 def read_prompt(prompt: str | None, file: str | None, stdin: str | None) -> str:
