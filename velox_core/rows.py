@@ -45,7 +45,8 @@ class Rows:
     Rows needn't be in the order of time: go by ``positions``.
     """
 
-    #: ``[batch, kv_heads, rows, head_dim]``, as the model stored them (RoPE applied).
+    #: ``[batch, kv_heads, rows, head_dim]``, as the model attends to them: RoPE applied, at the
+    #: places that the policy's ``positions`` give the rows.
     keys: mx.array
     #: ``[batch, kv_heads, rows, value_dim]``
     values: mx.array
