@@ -22,13 +22,13 @@ def step(gaps: mx.array, scheme: str) -> mx.array:
     """How far apart neighbours stand whose true positions are ``gaps`` apart (int32, at least 1).
 
     "contiguous" makes every gap 1. "compressed" leaves one of up to 10 and makes a wider one
-    ``max(1, round(ln(ln(gap))))``, after section 7.2 of TOVA's paper, arXiv 2401.06104.
+    ``max(1, round(ln(ln(gap))))``, after section 7.2 of TOVA's paper, arXiv 2401.06104. (From a gap
+    of 11 on that is 1 at least by itself.)
     """
     if scheme == "contiguous":
         return mx.minimum(gaps, 1)
     squeezed = mx.log(mx.log(mx.maximum(gaps, WIDEST).astype(mx.float32)))
-    squeezed = mx.maximum(mx.round(squeezed), 1).astype(mx.int32)
-    return mx.where(gaps > WIDEST, squeezed, gaps)
+    return mx.where(gaps > WIDEST, mx.round(squeezed).astype(mx.int32), gaps)
 
 
 def places(positions: mx.array, scheme: str, padded: bool = True) -> mx.array:
