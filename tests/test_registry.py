@@ -384,6 +384,7 @@ def test_options_reach_the_policy(site):
         "scope": "layer",
         "queries": "model",
         "positions": "absolute",
+        "slack": 0,
         "window": 3,
     }
 
@@ -393,7 +394,7 @@ def test_unknown_option(site, option):
     install(site, "velox-a", "ay")
     assert refused(PolicyConfigError, "ay", **{option: 1}) == (
         f"policy 'ay' (velox-a 1.0) has no option {option!r}. It has: budget=512, n_sink=4, "
-        "scope='layer', queries='model', positions='absolute', window=8."
+        "scope='layer', queries='model', positions='absolute', slack=0, window=8."
     )
 
 
