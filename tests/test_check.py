@@ -65,6 +65,8 @@ def test_json(site, code):
     install(site, "velox-a", "ay", code="    print('a plugin that prints')\n" + code)
     result = velox("ay", "--json")
     found = json.loads(result.stdout)
+    failed = [each for each in found if each["outcome"] == "failed"]
+    assert bool(failed) == (code is FORGETS), failed
     assert result.exit_code == (code is FORGETS)
     assert [each["name"] for each in found] == [check.name for check in CHECKS]
     assert set(found[0]) == {"name", "outcome", "expected", "got", "repeat"}
