@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from velox_core import discovery
+from velox_core.description import forget_found
 
 # A policy that is right; tests spoil it.
 GOOD = """
@@ -92,6 +93,7 @@ def see(monkeypatch):
         monkeypatch.setattr(discovery, "distributions", found)
 
     yield only
+    forget_found()  # a policy of the same name may come from another folder next
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(tuple(seen)):
             del sys.modules[name]
