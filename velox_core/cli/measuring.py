@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
 from ..evaluation.results import Results
@@ -60,6 +62,33 @@ def budgets_option(default: str) -> Callable[[Any], Any]:
         show_default=True,
         help="Rows that each layer keeps.",
     )
+
+
+def budget_option(default: int) -> Callable[[Any], Any]:
+    """``--budget``."""
+    return click.option(
+        "--budget",
+        type=click.IntRange(1),
+        default=default,
+        show_default=True,
+        help="Rows that each layer keeps.",
+    )
+
+
+def tokens_option(default: int) -> Callable[[Any], Any]:
+    """``--tokens``."""
+    return click.option(
+        "--tokens",
+        type=click.IntRange(2),
+        default=default,
+        show_default=True,
+        help="Tokens to read.",
+    )
+
+
+block_option = click.option(
+    "--block", type=click.IntRange(1), default=64, show_default=True, help="Tokens fed at a time."
+)
 
 
 def output_options(command: Any) -> Any:
@@ -121,6 +150,32 @@ def bar(total: int) -> Iterator[Callable[[str, int], None]]:
             progress.stop()
             click.echo("Stopped. The same command goes on where it was.", err=True)
             raise
+
+
+@attrs.frozen
+class Unit:
+    """One record to be.
+
+    Args:
+        what: what the bar calls it.
+        cost: of all that the bar counts, how much it is.
+        key: what the record is found again by.
+        measure: gives the rest of the record; it takes what is told of each step forward.
+    """
+
+    what: str
+    cost: int
+    key: dict[str, Any]
+    measure: Callable[[Callable[[int], None]], dict[str, Any]]
+
+
+def measured(results: Results, units: list[Unit]) -> list[dict[str, Any]]:
+    """The units' records, after those that weren't there have been measured."""
+    missing = [unit for unit in units if results.find(**unit.key) is None]
+    with bar(sum(unit.cost for unit in missing)) as advance:
+        for unit in missing:
+            results.append({**unit.key, **unit.measure(partial(advance, unit.what))})
+    return [record for unit in units if (record := results.find(**unit.key))]
 
 
 def show(records: list[dict[str, Any]], results: Results, plot: Path, as_json: bool) -> None:

@@ -11,8 +11,10 @@ import click
 from ..generate import load_model
 from ..measuring import (
     Numbers,
-    bar,
+    Unit,
+    block_option,
     budgets_option,
+    measured,
     model_option,
     open_results,
     output_options,
@@ -51,9 +53,7 @@ from ..measuring import (
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A UTF-8 file to fill the prompts with [default: five short sentences, repeated].",
 )
-@click.option(
-    "--block", type=click.IntRange(1), default=64, show_default=True, help="Tokens fed at a time."
-)
+@block_option
 @output_options
 def passkey(
     model: str,
@@ -73,7 +73,7 @@ def passkey(
     Shows in how many it is found with the full cache, and with mlx-lm's RotatingKVCache and each
     policy at each budget.
     """
-    from ...evaluation.caches import contenders
+    from ...evaluation.caches import Contender, contenders
     from ...evaluation.passkey import FILLER, NEEDLE, QUESTION, Prompts, recall
     from ...evaluation.policies import parse_policies
     from ...evaluation.text import digest, read_text
@@ -97,18 +97,20 @@ def passkey(
         (length, depth, trial): prompts.make(length, depth, trial)
         for length, depth, trial in product(lengths, depths, range(trials))
     }
-    keyed = [
-        (
-            contender,
-            prompt,
-            {**settings, **contender.settings, "length": length, "depth": depth, "trial": trial},
+
+    def unit(contender: Contender, length: int, depth: int, trial: int) -> Unit:
+        prompt = made[length, depth, trial]
+        key = {**settings, **contender.settings, "length": length, "depth": depth, "trial": trial}
+        return Unit(
+            str(contender),
+            prompt.cost,
+            key,
+            lambda said: recall(network, prompt, contender.make(), block, said),
         )
+
+    units = [
+        unit(contender, *place)
         for contender in contenders(network, specs, budgets)
-        for (length, depth, trial), prompt in made.items()
+        for place in made
     ]
-    missing = [each for each in keyed if results.find(**each[-1]) is None]
-    with bar(sum(prompt.cost for _, prompt, _ in missing)) as advance:
-        for contender, prompt, key in missing:
-            advanced = partial(advance, str(contender))
-            results.append({**key, **recall(network, prompt, contender.make(), block, advanced)})
-    show([record for *_, key in keyed if (record := results.find(**key))], results, plot, as_json)
+    show(measured(results, units), results, plot, as_json)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import click
 
 from ..generate import load_model
 from ..measuring import (
-    bar,
+    Unit,
+    block_option,
     budgets_option,
+    measured,
     model_option,
     open_results,
     output_options,
@@ -26,9 +27,7 @@ from ..measuring import (
 @policies_option
 @budgets_option("128,256,512,1024")
 @click.option("--tokens", type=click.IntRange(2), help="Tokens to read [default: the whole text].")
-@click.option(
-    "--block", type=click.IntRange(1), default=64, show_default=True, help="Tokens fed at a time."
-)
+@block_option
 @click.option(
     "--first-scored",
     type=click.IntRange(1),
@@ -83,13 +82,14 @@ def perplexity(
         "block": block,
         "first_scored": first_scored,
     }
-    keyed = [
-        (reading, {**settings, **reading.contender.settings})
-        for reading in readings(network, sequence, specs, budgets, block, first_scored, opening)
+    found = readings(network, sequence, specs, budgets, block, first_scored, opening)
+    units = [
+        Unit(
+            str(reading.contender),
+            reading.cost,
+            {**settings, **reading.contender.settings},
+            reading.measure,
+        )
+        for reading in found
     ]
-    missing = [(reading, key) for reading, key in keyed if results.find(**key) is None]
-    with bar(sum(reading.cost for reading, _ in missing)) as advance:
-        for reading, key in missing:
-            measured = reading.measure(partial(advance, str(reading.contender)))
-            results.append({**key, **measured})
-    show([record for _, key in keyed if (record := results.find(**key))], results, plot, as_json)
+    show(measured(results, units), results, plot, as_json)

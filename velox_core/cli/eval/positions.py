@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import click
 
 from ..generate import load_model
 from ..measuring import (
-    bar,
+    Unit,
+    block_option,
+    budget_option,
+    measured,
     model_option,
     open_results,
     output_options,
     policies_option,
     show,
     text_option,
+    tokens_option,
 )
 
 
@@ -23,16 +26,8 @@ from ..measuring import (
 @model_option
 @text_option
 @policies_option
-@click.option(
-    "--budget",
-    type=click.IntRange(1),
-    default=512,
-    show_default=True,
-    help="Rows that each layer keeps.",
-)
-@click.option(
-    "--tokens", type=click.IntRange(2), default=65536, show_default=True, help="Tokens to read."
-)
+@budget_option(512)
+@tokens_option(65536)
 @click.option(
     "--stretch",
     type=click.IntRange(2),
@@ -40,9 +35,7 @@ from ..measuring import (
     show_default=True,
     help="Tokens that are scored together.",
 )
-@click.option(
-    "--block", type=click.IntRange(1), default=64, show_default=True, help="Tokens fed at a time."
-)
+@block_option
 @output_options
 def positions(
     model: str,
@@ -91,17 +84,11 @@ def positions(
         "stretch": stretch,
         "budget": budget,
     }
-    readings = []
+    units = []
     for spec, scheme, policy in loaded:
         options = {name: value for name, value in policy.options().items() if name != "budget"}
         start = "afresh" if scheme == "afresh" else "running"
         key = {**settings, "policy": spec.text, "options": options, "start": start}
         reading = Reading(network, sequence, policy, block, stretch, start == "afresh")
-        readings.append((f"{spec.text}, {scheme}", reading, key))
-    missing = [each for each in readings if results.find(**each[2]) is None]
-    with bar(sum(reading.cost for _, reading, _ in missing)) as advance:
-        for what, reading, key in missing:
-            results.append({**key, **reading.measure(partial(advance, what))})
-    show(
-        [record for *_, key in readings if (record := results.find(**key))], results, plot, as_json
-    )
+        units.append(Unit(f"{spec.text}, {scheme}", reading.cost, key, reading.measure))
+    show(measured(results, units), results, plot, as_json)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..generate import load_model
 from ..measuring import (
     Numbers,
-    bar,
+    Unit,
+    budget_option,
+    measured,
     model_option,
     open_results,
     output_options,
     policies_option,
     show,
     text_option,
+    tokens_option,
 )
 
 
@@ -33,16 +37,8 @@ class Layers(Numbers):
 @model_option
 @text_option
 @policies_option
-@click.option(
-    "--budget",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    help="Rows that each layer keeps.",
-)
-@click.option(
-    "--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Tokens to read."
-)
+@budget_option(256)
+@tokens_option(1024)
 @click.option(
     "--layers",
     type=Layers(minimum=0),
@@ -78,7 +74,7 @@ def retention(
     The table says how much of what is kept is recent, and how long tokens of each kind stay; the
     plot shows for each token at which steps it was there.
     """
-    from ...evaluation.policies import parse_policies
+    from ...evaluation.policies import PolicySpec, parse_policies
     from ...evaluation.retention import layers_to_watch
     from ...evaluation.retention import retention as watch
     from ...evaluation.survival import classify
@@ -106,16 +102,16 @@ def retention(
         "sinks": sinks,
         "layers": there,
     }
-    keys = {
-        name: {**settings, "policy": name, "options": policy.options()}
-        for name, policy in loaded.items()
-    }
-    missing = [spec for spec in specs if results.find(**keys[spec.text]) is None]
     classes = classify(tokenizer.decode([token]) for token in sequence)
-    with bar(len(missing) * tokens) as advance:
-        for spec in missing:
-            said = partial(advance, spec.text)
-            found = watch(network, sequence, spec.name, options[spec.text], there, block, said)
-            results.append({**keys[spec.text], "classes": classes, **found})
-    records = [record for key in keys.values() if (record := results.find(**key))]
-    show(records, results, plot, as_json)
+
+    def unit(spec: PolicySpec) -> Unit:
+        name = spec.text
+        key = {**settings, "policy": name, "options": loaded[name].options()}
+
+        def watched(said: Callable[[int], None]) -> dict[str, Any]:
+            found = watch(network, sequence, spec.name, options[name], there, block, said)
+            return {"classes": classes, **found}
+
+        return Unit(name, tokens, key, watched)
+
+    show(measured(results, [unit(spec) for spec in specs]), results, plot, as_json)
