@@ -139,8 +139,10 @@ class Conversation:
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens of the conversation so far."""
-        return int(held(self.cache)["tokens_seen"])
+        """Tokens of the conversation so far. (Asking for bytes as well would settle the cache.)"""
+        from ..model import velox_caches
+
+        return max(layer.tokens_seen for layer in velox_caches(self.cache))
 
     def say(self, text: str, **kwargs: Any) -> Iterator[str]:
         """Say something, and give the reply in pieces as it comes.
