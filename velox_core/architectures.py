@@ -31,11 +31,11 @@ LATENT = (
     "mistral4",
 )
 
-#: Models that use the first layer's mask where it can't be replaced by a layer's own.
-ONE_MASK = (*LATENT, "gemma4", "gemma4_text", "iquestloopcoder")
-
 #: Models whose layers attend to other layers' rows, with queries that nobody would renumber.
 SHARED = ("gemma4", "gemma4_text", "iquestloopcoder")
+
+#: Models that use the first layer's mask where it can't be replaced by a layer's own.
+ONE_MASK = (*LATENT, *SHARED)
 
 #: Models whose blocks can't evict token by token.
 WHOLE_BLOCKS = {

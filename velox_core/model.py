@@ -87,7 +87,7 @@ def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
             "The model plamo spreads its KV heads over query heads in a way of its own, so a "
             "choice a head can't be made. Use scope='layer'."
         )
-    if policy.slack and (lookback or name in LATENT or (name == "plamo" and policy.n_queries)):
+    if policy.slack and (lookback or _attends_otherwise(name, policy)):
         why = "lookback" if lookback else f"the model {name}'s attention"
         raise UnsupportedModelError(f"slack={policy.slack} doesn't go with {why}. Use slack=0.")
     if not any(velox_caches(bounded)):
@@ -130,9 +130,14 @@ def _bounded(model: str, cache: Any, make: Callable[[], VeloxCache]) -> Any:
     )
 
 
+def _attends_otherwise(model: str, policy: Policy) -> bool:
+    """Whether the model attends with other keys than it stores, where the policy looks at that."""
+    return model in LATENT or (model == "plamo" and policy.n_queries > 0)
+
+
 def _check_lookback(model: str, caches: list[Any], policy: Policy) -> None:
     why = WHOLE_BLOCKS.get(model)
-    if model in LATENT or (model == "plamo" and policy.n_queries):
+    if _attends_otherwise(model, policy):
         why = "it attends with other keys than it stores"
     if why:
         raise UnsupportedModelError(
