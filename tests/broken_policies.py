@@ -386,3 +386,19 @@ class Slow(Right):
         for _ in range(20):
             parts = [mx.sqrt(part * part) for part in parts]
         return mx.concatenate(parts, axis=-1)
+
+
+@policy
+class OtherwiseReplayed(Right):
+    """Waits for a number where it can, and does another thing where that fails."""
+
+    pure: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows):
+        weights = rows.pool(rows.attention(last=1)).squeeze(2)
+        try:
+            rows.newest.max().item()
+        except ValueError:
+            return -weights
+        return weights

@@ -68,6 +68,7 @@ FAILS = {
     broken.Waits: {"waiting"},
     broken.IfOfAnArray: {"waiting"},
     broken.Slow: {"cost"},
+    broken.OtherwiseReplayed: {"replay"},
 }
 
 

@@ -18,6 +18,7 @@ import mlx.core as mx
 from .cache import VeloxCache
 from .errors import UnsupportedModelError
 from .rows import Attended, for_heads
+from .weights import weigh, weighable
 
 NAME = "scaled_dot_product_attention"
 
@@ -74,19 +75,27 @@ def _wrap(module: ModuleType) -> None:
         assert rows >= queries.shape[2], "fewer keys than queries"
         if cache.renumbers:
             queries = cache.before_rope(queries)
-        if _watches(cache):
-            cache.observe(_attended(queries, keys, cache, scale, mask, sinks))
+        seen = _attended(queries, keys, cache, scale, mask, sinks) if _watches(cache) else None
+        if seen is not None:
+            cache.observe(seen)
         mask = cache.attention_mask(mask, queries.shape[1])
         if isinstance(keys, tuple):
             queries = mx.stop_gradient(queries)  # for mlx-lm, which scales them in place
+        parts = [(queries, keys, mask)]
         if cache.renumbers:  # the rows come as numbers, even where they are held quantised
-            parts = [
-                original(q, k, values, cache=None, scale=scale, mask=m, **more)
-                for q, k, m in cache.parts(queries, keys, mask)
-            ]
-            output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
-        else:
-            output = original(queries, keys, values, cache=cache, scale=scale, mask=mask, **more)
+            parts = cache.parts(queries, keys, mask)
+        held = None if cache.renumbers else cache
+        outputs = []
+        for q, k, m in parts:
+            wanted = seen is not None or cache.steady
+            if wanted and not more and weighable(m, q, k, values):
+                output, weights = weigh(q, k, values, scale, m, grouped=cache.steady)
+                if seen is not None and len(parts) == 1:
+                    seen.weights = weights
+            else:
+                output = original(q, k, values, cache=held, scale=scale, mask=m, **more)
+            outputs.append(output)
+        output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return cache.attended(output)
 
     attention.velox_wraps = original  # type: ignore[attr-defined]

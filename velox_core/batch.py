@@ -64,6 +64,8 @@ class Batch(Contents):
 
     def _query_positions(self) -> mx.array:
         """Positions of the newest block's queries, ``[batch or 1, block]``."""
+        if self._n_new == 1 and min(self._fresh):
+            return mx.array([[seen - 1] for seen in self._tokens], dtype=mx.int32)
         pairs = zip(self._tokens, self._fresh, strict=True)
         start = [seen - fresh for seen, fresh in pairs]
         return self._positions_from(start, self._fresh, self._n_new)
@@ -127,6 +129,12 @@ class Batch(Contents):
             else:
                 positions = storage.put(old, new, self._hole)
         return visible(positions, queries, padding_sees_all=True, window=window_size)
+
+    @property
+    def steady(self) -> bool:
+        """Whether one token came, and rows have gone, and none of those held is empty."""
+        held = min(self._held)
+        return self._last == 1 and held == self._rows and max(self._tokens) > held
 
     def attention_mask(self, mask: mx.array | str | None, query_heads: int) -> Any:
         """The mask that the newest block attends with, given the one that the model would use.

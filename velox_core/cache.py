@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
 from .errors import UnobservedAttentionError
-from .eviction import choose_rows, score_rows
+from .eviction import decide, score_rows
 from .hooks import origin
 from .rows import Attended, Rows, lowest
 from .trim import Trimmable
@@ -74,7 +74,7 @@ class VeloxCache(Trimmable):
             heads = self.kv_heads
             groups = [x.queries.reshape(batch, heads, -1, *block) for x in (self._seen, seen)]
             queries = mx.concatenate(groups, axis=2).reshape(batch, -1, *block)
-            seen = attrs.evolve(seen, queries=queries)
+            seen = attrs.evolve(seen, queries=queries, weights=None)
         self._seen, self._chosen = seen, None
 
     @property
@@ -114,15 +114,17 @@ class VeloxCache(Trimmable):
         )
 
     def attended(self, output: mx.array) -> mx.array:
-        """The model attended to the newest block, with this output. What goes with a single token
-        is chosen at once and evaluated along with the output: left to the next step, the scoring
-        would still hold the keys when that step writes a row among them, and MLX would copy all.
+        """The model attended to the newest block, with this output. What goes with it is chosen at
+        once and evaluated along with the output: left to the next step, the scoring would still
+        hold the weights, and the keys when that step writes a row among them: MLX would copy all.
         """
-        if self._n_new == 1 and self._seen is not None and not self.policy.slack:
+        if self._n_new and self._seen is not None and not self.policy.slack:
             self._chosen = self._choose()
             chosen = [array for array in self._chosen if array is not None]
             if chosen:
                 output = mx.depends([output], chosen)[0]
+        if self._seen is not None:
+            self._seen.weights = None  # as large as all that the model works out for the block
         self._numbered = None  # as large as the rows themselves
         return output
 
@@ -138,18 +140,17 @@ class VeloxCache(Trimmable):
     def _choose(self) -> tuple[mx.array | None, mx.array | None]:
         """Indices of the rows to go, ``[batch, heads or 1, count]``, None if all may stay; and
         the scores that ``every_step`` asks for."""
-        rows, scores, remembered = self._view(), None, None
-        over = max(self._held) > self.budget
-        if over or self.policy.every_step:
-            scores = score_rows(self.policy, rows)
-            if self.policy.every_step:
-                remembered = self._remembered(scores)
+        rows, remembered = self._view(), None
         count = self._rows - min(self.budget, max(self._held))
+        if max(self._held) > self.budget:
+            gone, scores = decide(self.policy, rows, count)
+            return gone, self._remembered(scores) if self.policy.every_step else None
+        if self.policy.every_step:
+            remembered = self._remembered(score_rows(self.policy, rows))
         if not count:
             return None, remembered
-        if scores is None or not over:  # only padding has to go
-            return lowest(mx.zeros(rows.positions.shape), rows.positions, count), remembered
-        return choose_rows(self.policy, rows, scores, count), remembered
+        empty_first = mx.zeros(rows.positions.shape)  # only padding has to go
+        return lowest(empty_first, rows.positions, count), remembered
 
     def _remembered(self, scores: mx.array) -> mx.array:
         """The new scores; of a sequence that the block had only padding for, those it had."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -82,6 +82,9 @@ class Policy:
     n_queries: ClassVar[int] = 0
     #: Whether ``score`` must run after every block, and not only when rows must go.
     every_step: ClassVar[bool] = False
+    #: Whether what the hooks build depends on nothing but ``rows`` and the options: no random
+    #: numbers, no counting, no printing. Decoding is quicker then, as it can be replayed.
+    pure: ClassVar[bool] = False
 
     budget: int | tuple[int, ...] = attrs.field(
         default=512, converter=_budget, validator=_check_budget
@@ -101,6 +104,8 @@ class Policy:
     extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
     _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see description.py
+    #: What a decode step's hooks built, to be replayed; see eviction.py.
+    replay: Callable[..., Any] | None = attrs.field(default=None, init=False, repr=False)
 
     @hookimpl
     def protect(self, rows: Rows) -> mx.array:
@@ -160,6 +165,11 @@ class Policy:
             )
         assert self._hooks is not None
         return self._hooks
+
+    @property
+    def replayable(self) -> bool:
+        """Whether it and all that stand beside it are ``pure``."""
+        return self.pure and all(getattr(extra, "pure", False) for extra in self.extras)
 
     def chooses_as(self, other: Policy) -> bool:
         """Whether both always keep the same rows: the same class, options and protectors."""

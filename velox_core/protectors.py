@@ -28,6 +28,8 @@ class Protector:
     """
 
     hook_version: ClassVar[int]
+    #: Whether its hook depends on nothing but ``rows`` and the options, as ``Policy.pure``.
+    pure: ClassVar[bool] = False
 
     def reserved(self, policy: Policy, budget: int) -> dict[str, int]:
         """Rows of ``budget`` that it may claim besides the policy's sinks, by name."""
@@ -84,6 +86,7 @@ class Pin(Protector):
     """
 
     hook_version: ClassVar[int] = HOOK_VERSION
+    pure: ClassVar[bool] = True
 
     tokens: tuple[tuple[int, int], ...] = attrs.field(converter=_spans)
 

@@ -29,12 +29,16 @@ class Attended:
     keys: mx.array | None = None
     #: ``[batch, heads, n, rows]``: what the model adds to the logits.
     bias: mx.array | None = None
+    #: ``[batch, query_heads, newest, rows]``: the newest queries' weights, where the model's
+    #: attention gives them (in float32 on a CPU).
+    weights: mx.array | None = None
 
     def without_last(self, n: int) -> Attended:
         """The same without the newest ``n`` tokens."""
         keys = None if self.keys is None else self.keys[:, :, :-n]
         bias = None if self.bias is None else self.bias[..., :-n, :-n]
-        return attrs.evolve(self, queries=self.queries[:, :, :-n], keys=keys, bias=bias)
+        queries = self.queries[:, :, :-n]
+        return attrs.evolve(self, queries=queries, keys=keys, bias=bias, weights=None)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -88,9 +92,12 @@ class Rows:
             ``[batch, query_heads, last, rows]`` float32. Empty rows, rows newer than the query
             and missing queries have 0.
         """
-        queries = self.queries[..., -last:, :].astype(mx.float32)
-        seen = self.attended
+        queries, seen = self.queries, self.attended
         assert seen is not None
+        if self._has_weights(last):
+            assert seen.weights is not None
+            return seen.weights[:, :, -last:]
+        queries = queries[..., -last:, :].astype(mx.float32)
         keys = (self.keys if seen.keys is None else seen.keys).astype(mx.float32)
         batch, query_heads, last, dim = queries.shape
         grouped = queries.reshape(batch, keys.shape[1], -1, dim) * seen.scale
@@ -118,7 +125,7 @@ class Rows:
         Returns:
             ``[batch, query_heads, rows]`` float32
         """
-        if last <= _SLICE:
+        if last <= _SLICE or self._has_weights(last):
             return self.attention(last).sum(axis=2)
         seen = self.attended
         assert seen is not None
@@ -150,6 +157,11 @@ class Rows:
             return weights.mean(axis=1, keepdims=True)
         batch, kv_heads = self.keys.shape[:2]
         return weights.reshape(batch, kv_heads, -1, *weights.shape[2:]).mean(axis=2)
+
+    def _has_weights(self, last: int) -> bool:
+        """Whether the model's own attention has the ``last`` queries' weights, as they are."""
+        weights = None if self.attended is None else self.attended.weights
+        return weights is not None and last <= weights.shape[2] and not self.padded
 
     def _visible(self, last: int, query_heads: int) -> mx.array | None:
         if last == 1 and not self.padded:

@@ -19,6 +19,7 @@ from ..policy import Policy
 from ..rows import Rows
 from .check import Check
 from .failure import CheckFailed
+from .held import held, same, same_scores
 from .hook_checks import evict, protected, score, watch_all
 from .stream import Stream, step
 from .trial import Trial
@@ -157,4 +158,29 @@ cost = Check(
     needs=(score, evict, protected),
 )
 
-STEP_CHECKS = [waiting, cost]
+def _replay(trial: Trial) -> str:
+    if not trial.subject.make().replayable:
+        return "not pure: its hooks are asked at each step"
+    stream = trial.stream(trial.budget + 20)
+    for scope in trial.subject.scopes:
+        asked = trial.cache(scope=scope)  # guarded, and a guard wants to see each step
+        replayed = trial.cache(policy=trial.subject.make(scope=scope))
+        for n in (trial.budget + 3, *[1] * 10):
+            stream.feed(asked, [n])
+            with tracing():
+                stream.feed(replayed, [n])
+                mx.eval(replayed.state[:4])
+        same(replay.expected, "the replayed one", held(replayed), "the one asked", held(asked))
+        same_scores(replay.expected, asked, "replayed", replayed)
+    return ""
+
+
+replay = Check(
+    "replay",
+    "a policy that says it is pure keeps the same rows whether its hooks are asked at each step "
+    "or once, and replayed",
+    _replay,
+    needs=(score, evict, protected, waiting),
+)
+
+STEP_CHECKS = [waiting, cost, replay]

@@ -61,6 +61,7 @@ class L2Norm(Policy):
 
     # The version of velox's hooks that this was written for.
     hook_version: ClassVar[int] = 1
+    pure: ClassVar[bool] = True
 
     skip_layers: tuple[int, ...] = attrs.field(default=(0, 1), converter=_layers)
     scope: Literal["layer", "head"] = attrs.field(default="head", validator=one_of("layer", "head"))

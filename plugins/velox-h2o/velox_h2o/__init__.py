@@ -59,6 +59,7 @@ class H2O(Policy):
     hook_version: ClassVar[int] = 1
     n_queries: ClassVar[int] = 1
     every_step: ClassVar[bool] = True
+    pure: ClassVar[bool] = True
 
     recent: float | int = attrs.field(default=0.5, validator=_share_or_rows)
     scope: Literal["layer", "head"] = attrs.field(default="head", validator=one_of("layer", "head"))

@@ -52,6 +52,7 @@ class MorphKV(Policy):
     """
 
     hook_version: ClassVar[int] = 1
+    pure: ClassVar[bool] = True
 
     window: int = attrs.field(default=32, validator=at_least(1))
     fusion: Literal["sum", "max", "mean"] = attrs.field(

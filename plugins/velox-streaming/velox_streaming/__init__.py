@@ -39,6 +39,7 @@ class StreamingLLM(Policy):
     """
 
     hook_version: ClassVar[int] = 1
+    pure: ClassVar[bool] = True
 
     @hookimpl
     def score(self, rows: Rows) -> mx.array:

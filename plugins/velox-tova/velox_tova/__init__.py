@@ -42,6 +42,7 @@ class TOVA(Policy):
 
     hook_version: ClassVar[int] = 1
     n_queries: ClassVar[int] = 1
+    pure: ClassVar[bool] = True
 
     @hookimpl
     def score(self, rows: Rows) -> mx.array:

@@ -1,0 +1,130 @@
+"""Decode steps whose hooks were asked once and are replayed: the same rows as when asked each time."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import attrs
+import mlx.core as mx
+import pytest
+import tiny_models
+
+from velox_core import Policy, PolicyHookError, Rows, hookimpl, load_policy, make_cache
+from velox_core.protectors import Pin
+
+BUDGET = 24
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("tova", {}),
+    ("tova", {"scope": "head", "positions": "compressed"}),
+    ("h2o", {}),
+    ("morphkv", {"window": 6}),
+    ("streaming", {"slack": 3}),
+]
+
+
+class Counts:
+    """An observer that counts how often rows are scored."""
+
+    times = 0
+
+    @hookimpl(wrapper=True)
+    def score(self) -> Iterator[None]:
+        self.times += 1
+        return (yield)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Asked(Policy):
+    """Counts how often it is asked, which a pure policy mustn't."""
+
+    hook_version: ClassVar[int] = 1
+    times: ClassVar[list[int]] = []
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        self.times.append(rows.layer)
+        return (rows.positions - rows.newest).astype(mx.float32)
+
+
+class Replayed(Asked):
+    pure: ClassVar[bool] = True
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Waits(Policy):
+    hook_version: ClassVar[int] = 1
+    pure: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        return rows.positions.astype(mx.float32) * rows.newest.item()
+
+
+@pytest.fixture(autouse=True)
+def compiling() -> Iterator[None]:
+    mx.enable_compile()  # tiny_models turns it off
+    yield
+    mx.disable_compile()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_models.build("llama", num_hidden_layers=2)
+
+
+def run(model: Any, policy: Policy, steps: int = 12, sequences: int = 1) -> list[Any]:
+    """Read a prompt beyond the budget and decode: the cache, after checking each step's shape."""
+    tokens = mx.random.randint(1, 60, (sequences, BUDGET + 8 + steps), key=mx.random.key(3))
+    cache = make_cache(model, policy)
+    mx.eval(model(tokens[:, : BUDGET + 8], cache=cache))
+    for i in range(BUDGET + 8, BUDGET + 8 + steps):
+        mx.eval(model(tokens[:, i : i + 1], cache=cache))
+    return cache
+
+
+def held(cache: list[Any]) -> list[Any]:
+    return [mx.sort(layer.positions, axis=-1).tolist() for layer in cache]
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize(("name", "options"), POLICIES)
+def test_the_same_rows_stay(model, name, options, sequences):
+    replayed = load_policy(name, budget=BUDGET, **options)
+    watch = Counts()
+    asked = load_policy(name, budget=BUDGET, **options, protect=[watch])
+    ours, theirs = (run(model, policy, sequences=sequences) for policy in (replayed, asked))
+    assert held(ours) == held(theirs)
+    assert replayed.replay is not None
+    assert asked.replay is None
+    assert watch.times >= 2 * 4
+
+
+def test_hooks_are_asked_once_for_each_layer(model):
+    Asked.times.clear()
+    run(model, Asked(budget=BUDGET), steps=5)
+    asked = sorted(Asked.times)
+    Asked.times.clear()
+    run(model, Replayed(budget=BUDGET), steps=5)
+    # The prompt's, in each layer, then the steps'; the last one's eviction waits.
+    assert asked == [0] * 5 + [1] * 5
+    assert sorted(Asked.times) == [0] * 2 + [1] * 2
+
+
+def test_protectors_may_be_replayed(model):
+    pinned = load_policy("streaming", budget=BUDGET, protect=[Pin([9])])
+    cache = run(model, pinned)
+    assert pinned.replay is not None
+    assert all(9 in head for layer in held(cache) for head in layer[0])
+
+
+def test_another_number_of_sequences_is_asked_anew(model):
+    Asked.times.clear()
+    policy = Replayed(budget=BUDGET)
+    for sequences in (1, 2, 1):
+        run(model, policy, steps=3, sequences=sequences)
+    prompts, steps = 3, 2
+    assert len(Asked.times) == 2 * (prompts + steps)
+
+
+def test_a_hook_that_waits_is_named(model):
+    with pytest.raises(PolicyHookError, match=r"policy 'Waits' .* says that it is pure"):
+        run(model, Waits(budget=BUDGET))
