@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,8 @@ import click
 from .generate import load_model
 from .measuring import (
     Numbers,
-    bar,
+    Unit,
+    measured,
     model_option,
     open_results,
     output_options,
@@ -107,18 +109,21 @@ def bench(
         spec.load(budget)
     plan = Plan(policies=specs, budget=budget, rounds=rounds, steps=steps, block=block)
     results, plot = open_results(out, plot, "bench")
-    keys = [
-        (unit, {"kind": "bench", "model": model, **unit.settings})
+    network = functools.cache(lambda: load_model(model)[0])  # only if there is something to time
+
+    def time(unit: Any, told: Callable[[int], None]) -> dict[str, Any]:
+        return {"cases": unit.measure(network(), partial(told, 1))}
+
+    timings = [
+        Unit(
+            what=unit.settings["measure"],
+            cost=unit.work,
+            key={"kind": "bench", "model": model, **unit.settings},
+            measure=partial(time, unit),
+        )
         for unit in units(measures, plan, prompt, contexts, long, batches)
     ]
-    missing = [(unit, key) for unit, key in keys if results.find(**key) is None]
-    if missing:
-        network = load_model(model)[0]
-    with bar(sum(unit.work for unit, _ in missing)) as advance:
-        for unit, key in missing:
-            cases = unit.measure(network, partial(advance, key["measure"], 1))
-            results.append({**key, "cases": cases})
-    records = [record for _, key in keys if (record := results.find(**key))]
+    records = measured(results, timings)
     display = DISPLAYS["bench"]
     if as_json:
         click.echo(json.dumps(records, indent=2, ensure_ascii=False))

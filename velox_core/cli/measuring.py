@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -170,11 +171,14 @@ class Unit:
 
 
 def measured(results: Results, units: list[Unit]) -> list[dict[str, Any]]:
-    """The units' records, after those that weren't there have been measured."""
+    """The units' records, after those that weren't there have been measured. Where there is no
+    terminal for a bar, each is reported as it is done."""
     missing = [unit for unit in units if results.find(**unit.key) is None]
     with bar(sum(unit.cost for unit in missing)) as advance:
-        for unit in missing:
+        for number, unit in enumerate(missing, 1):
             results.append({**unit.key, **unit.measure(partial(advance, unit.what))})
+            if not sys.stderr.isatty():
+                click.echo(f"{number} of {len(missing)}: {unit.what}", err=True)
     return [record for unit in units if (record := results.find(**unit.key))]
 
 

@@ -158,6 +158,7 @@ cost = Check(
     needs=(score, evict, protected),
 )
 
+
 def _replay(trial: Trial) -> str:
     if not trial.subject.make().replayable:
         return "not pure: its hooks are asked at each step"
