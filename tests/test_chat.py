@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 from velox_core import VeloxCache, load_policy
 from velox_core.cli import main
 from velox_core.cli.chat import HELP, Conversation
-from velox_core.cli.generate import load_model
+from velox_core.cli.loading import load_model
 
 WIDE = "4096"
 SAID = ["Hello.", "And now?", "  A line with blanks  ", "velox-reply, she said", "Bye"]

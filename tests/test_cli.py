@@ -16,7 +16,8 @@ from fake_plugins import GOOD, install, spoil
 from velox_core import UnsupportedModelError
 from velox_core.cli import main
 from velox_core.cli.doctor import blas
-from velox_core.cli.generate import parse_options, read_prompt
+from velox_core.cli.generate import read_prompt
+from velox_core.cli.loading import parse_options
 
 see, site = fake_plugins.see, fake_plugins.site  # fixtures
 

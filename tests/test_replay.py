@@ -1,4 +1,4 @@
-"""Decode steps whose hooks were asked once and are replayed: the same rows as when asked each time."""
+"""Decode steps whose hooks were asked once and are replayed: the same rows as when asked anew."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from .generate import load_model
+from .loading import load_model
 from .measuring import (
     Numbers,
     Unit,

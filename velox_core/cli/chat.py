@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .generate import describe_cache, held, load_model, parse_options, progress
+from .generate import progress
+from .holding import describe_cache, held
+from .loading import load_model, parse_options
 from .outgrown import warn_if_outgrown
 from .output import console, table
 from .pinning import before_message, protectors
+from .terminal import ctrl_c, lines
 
 if TYPE_CHECKING:
     from ..policy import Policy
@@ -212,25 +213,6 @@ class Conversation:
         return str(rendered)
 
 
-def lines() -> Iterator[str]:
-    """What the user says, line by line."""
-    if not sys.stdin.isatty():
-        for line in sys.stdin.buffer:
-            try:
-                yield line.decode("utf-8-sig").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise click.UsageError(f"standard input isn't UTF-8 text: {error}") from error
-        return
-    with suppress(ImportError):  # Windows has none
-        import readline  # noqa: F401 (input() then has a history)
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            click.echo(err=True)
-            return
-
-
 def obey(command: str, talk: Conversation, policy: str) -> None:
     """Do what a line beginning with / asks for."""
     if command == "/reset":
@@ -243,24 +225,3 @@ def obey(command: str, talk: Conversation, policy: str) -> None:
         click.echo(HELP, err=True)
     else:
         click.echo(f"There is no command {command}; /help lists them.", err=True)
-
-
-@contextmanager
-def ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, once; the second time it interrupts as ever.
-
-    An interrupt in the midst of a step would leave the layers' caches at different tokens.
-    """
-    pressed = False
-
-    def press(*_: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -10,7 +10,7 @@ import textwrap
 import attrs
 import click
 
-from .generate import parse_options
+from .loading import parse_options
 from .output import console, table
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from .holding import describe_cache, held, megabytes
+from .loading import load_model, parse_options
 from .outgrown import warn_if_outgrown
 from .output import console, table
 from .pinning import before_message, protectors
@@ -166,50 +168,6 @@ def read_prompt(prompt: str | None, file: str | None, stdin: str | None) -> str:
     return prompt
 
 
-def parse_options(options: tuple[str, ...], budget: int | None) -> dict[str, Any]:
-    """``--option`` and ``--budget`` as ``load_policy`` takes them."""
-    from ..evaluation.policies import option_value
-
-    parsed: dict[str, Any] = {}
-    for option in options:
-        key, equals, value = option.partition("=")
-        if not equals or not key:
-            raise click.UsageError(f"--option {option!r} must be key=value")
-        if key == "protect":  # load_policy's own, and nothing that fits on a command line
-            raise click.UsageError("'protect' can't be given as an --option")
-        parsed[key] = option_value(value)
-    if budget is not None:
-        if "budget" in parsed:
-            raise click.UsageError("give the budget once: --budget or --option budget=…")
-        parsed["budget"] = budget
-    return parsed
-
-
-def load_model(name: str) -> tuple[Any, Any]:
-    """The model and its tokenizer, or a one-line error."""
-    import mlx_lm
-
-    found = find_model(name)
-    try:
-        loaded: Any = mlx_lm.load(found)
-    except Exception as error:  # a broken folder, an unknown architecture, a hub out of reach
-        raise click.ClickException(
-            f"can't load the model {name!r}: {type(error).__name__}: {error}"
-        ) from error
-    model, tokenizer = loaded
-    return model, tokenizer
-
-
-def find_model(name: str) -> str:
-    """The model's folder, or its name on the hub; an error if it can only be a missing folder."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return str(path)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise click.ClickException(f"there is no model folder {name}")
-    return name
-
-
 def encode(tokenizer: Any, text: str, raw: bool, system: str | None = None) -> list[int]:
     """The prompt's tokens, as a user's message in the chat template where there is one."""
     if raw or not tokenizer.has_chat_template:
@@ -258,35 +216,6 @@ def progress(total: int) -> Iterator[Callable[[int, int], None]]:
         yield advance
 
 
-def held(cache: list[Any]) -> dict[str, Any]:
-    """What the caches hold, one a layer. Layers that velox left alone count with their bytes."""
-    from ..cache import VeloxCache
-
-    ours = [layer for layer in cache if isinstance(layer, VeloxCache)]
-    others = sum(layer.nbytes for layer in cache if not isinstance(layer, VeloxCache))
-    kept = sum(layer.kept_bytes for layer in ours) + others
-    full = sum(layer.full_bytes for layer in ours) + others
-    return {
-        "tokens_seen": max((layer.tokens_seen for layer in ours), default=0),
-        "rows_kept": [layer.tokens_kept for layer in ours],
-        "kept_bytes": kept,
-        "full_bytes": full,
-        "compression_ratio": full / kept if kept else 1.0,
-    }
-
-
-def describe_cache(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of a table that say what the cache holds."""
-    rows = sorted(set(result["rows_kept"])) or [0]
-    span = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
-    kept, full = megabytes(result["kept_bytes"]), megabytes(result["full_bytes"])
-    return [
-        ("tokens seen", f"{result['tokens_seen']:,}"),
-        ("rows kept", f"{span} a layer"),
-        ("cache", f"{kept}, against {full} without eviction ({result['compression_ratio']:.1f}x)"),
-    ]
-
-
 def describe(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows of the table."""
     return [
@@ -299,8 +228,3 @@ def describe(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("peak memory", megabytes(result["peak_memory"])),
     ]
-
-
-def megabytes(n: int) -> str:
-    """A number of bytes for people."""
-    return f"{n / 1e6:,.1f} MB"

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from .generate import find_model, parse_options
+from .loading import find_model, parse_options
 from .pinning import protectors
 
 

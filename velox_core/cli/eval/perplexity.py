@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..generate import load_model
+from ..loading import load_model
 from ..measuring import (
     Unit,
     block_option,
