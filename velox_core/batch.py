@@ -133,8 +133,7 @@ class Batch(Contents):
     @property
     def steady(self) -> bool:
         """Whether one token came, and rows have gone, and none of those held is empty."""
-        held = min(self._held)
-        return self._last == 1 and held == self._rows and max(self._tokens) > held
+        return self._last == 1 and not self._padded and max(self._tokens) > self._rows
 
     def attention_mask(self, mask: mx.array | str | None, query_heads: int) -> Any:
         """The mask that the newest block attends with, given the one that the model would use.
@@ -145,7 +144,7 @@ class Batch(Contents):
         if self._positions is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_):
             return mask
         misfit = isinstance(mask, mx.array) and mask.shape[-1] != self._rows
-        if misfit or min(self._held) < self._rows:
+        if misfit or self._padded:
             positions = self._positions[..., : self._rows]
             queries = self._query_positions()[:, -self._last :]
             mask = visible(positions, queries, padding_sees_all=True)

@@ -110,7 +110,7 @@ class VeloxCache(Trimmable):
             and self._coming is None
             and self._overwritten is None
             and min(self._fresh) == self._n_new
-            and min(self._held) == self._rows
+            and not self._padded
         )
 
     def attended(self, output: mx.array) -> mx.array:
@@ -199,7 +199,7 @@ class VeloxCache(Trimmable):
             budget=self.budget,
             layer=self.layer,
             scope=self.policy.scope,
-            padded=min(self._held) < self._rows or self._queries_missing(),
+            padded=self._padded or self._queries_missing(),
         )
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> VeloxCache:

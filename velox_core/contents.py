@@ -55,6 +55,11 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
     def _settle(self, next_block: int = 0) -> None:
         raise NotImplementedError  # the cache's
 
+    @property
+    def _padded(self) -> bool:
+        """Whether some of the rows in use are empty."""
+        return min(self._held) < self._rows
+
     # Rows ------------------------------------------------------------------------------------
 
     def keys_and_values(self) -> tuple[Any, Any]:

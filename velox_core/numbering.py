@@ -127,12 +127,11 @@ class Numbered(Batch):
         if self._at is None:
             assert self._positions is not None
             positions = self._positions[..., : self._rows]
-            padded = min(self._held) < self._rows
-            if self._tokens == self._held and not padded:
+            if self._tokens == self._held and not self._padded:
                 self._at = positions  # nothing has gone
             else:
                 find = places_replayed if self.steady else places
-                self._at = find(positions, self.policy.positions, padded)
+                self._at = find(positions, self.policy.positions, self._padded)
         return self._at
 
     def _turned(self, queries: mx.array, positions: mx.array) -> mx.array:

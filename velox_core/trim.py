@@ -48,6 +48,6 @@ class Trimmable(Numbered):
     def _untouched(self) -> bool:
         remembers = self.policy.every_step or self.policy.n_queries > 1
         evicted = self._tokens != self._held
-        padded = min(self._held) < self._rows  # the newest rows needn't be the last ones then
+        padded = self._padded  # the newest rows needn't be the last ones then
         kept = remembers or evicted or padded or self._coming or self._hole is not None
         return not (kept and any(self._tokens))
