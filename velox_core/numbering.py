@@ -146,4 +146,4 @@ class Numbered(Batch):
     def _to_places(self, rows: mx.array, at: mx.array) -> mx.array:
         assert self._rotation is not None
         bound = min(max(self._tokens), WIDEST * self._rows)
-        return self._rotation(rows, at, bound)
+        return self._rotation(rows, at, bound, self.steady)

@@ -96,6 +96,7 @@ class Rotation:
         # YaRN's and long RoPE's, which is multiplied in before.
         self.scale: float = getattr(rope, "mscale", getattr(rope, "_scale", 1.0))
         self._table: mx.array | None = None  # [places, dims]: cosines, then sines
+        self._replayed = mx.compile(self._by_table)
 
     @classmethod
     def of(cls, rope: Any) -> Rotation:
@@ -108,13 +109,18 @@ class Rotation:
             rope._velox_rotation = made
         return made
 
-    def __call__(self, rows: mx.array, places: mx.array, bound: int) -> mx.array:
+    def __call__(
+        self, rows: mx.array, places: mx.array, bound: int, steady: bool = False
+    ) -> mx.array:
         """``rows`` rotated, each to its place.
 
         Args:
             rows: ``[batch, heads, n, head_dim]``, not rotated.
             places: ``[batch or 1, heads or a divisor of it, n]`` int32, from 0.
             bound: every place is below it.
+            steady: whether such arrays come at every step, so that what is done with them is worth
+                recording. (Where the compiler fuses products and sums, as GCC does on ARM, the
+                last bit may then be another.)
 
         Returns:
             ``[batch, heads, n, head_dim]`` in the type of ``rows``.
@@ -125,7 +131,8 @@ class Rotation:
         if places.shape[1] not in (1, heads):
             places = mx.repeat(places, heads // places.shape[1], axis=1)
         if mx.default_device() == mx.Device(mx.cpu):
-            return self._by_table(rows, places, bound)
+            turn = self._replayed if steady else self._by_table
+            return turn(rows, places, self._places_below(bound))
         return self._by_module(rows, places)
 
     def _by_module(self, rows: mx.array, places: mx.array) -> mx.array:
@@ -141,13 +148,13 @@ class Rotation:
         turned = self.rope(by_row, offset=places).reshape(batch, n, heads, dim)
         return turned.transpose(0, 2, 1, 3)  # type: ignore[no-any-return]
 
-    def _by_table(self, rows: mx.array, places: mx.array, bound: int) -> mx.array:
+    def _by_table(self, rows: mx.array, places: mx.array, table: mx.array) -> mx.array:
         """The same from a table: on the CPU MLX has no kernel for RoPE, and the functions that
         stand in for it take five times as long."""
         half = self.dims // 2
         if self.scale != 1:
             rows = rows.at[..., : self.dims].multiply(self.scale)
-        table = mx.take(self._places_below(bound), places, axis=0).astype(rows.dtype)
+        table = mx.take(table, places, axis=0).astype(rows.dtype)
         cosines, sines = table[..., :half], table[..., half:]
         if self.traditional:
             first, second = rows[..., 0 : self.dims : 2], rows[..., 1 : self.dims : 2]
