@@ -32,12 +32,12 @@ def decide(policy: Policy, rows: Rows, count: int) -> tuple[mx.array, mx.array]:
     """
     if not policy.replayable or rows.n_new > max(policy.slack, 1):
         return _ask(policy, rows, count)
-    if policy.replay is None:
-        object.__setattr__(policy, "replay", mx.compile(partial(_ask_parts, policy)))
-    assert policy.replay is not None
+    if policy._replay is None:
+        object.__setattr__(policy, "_replay", mx.compile(partial(_ask_parts, policy)))
+    assert policy._replay is not None
     seen = None if rows.attended is None else _take_seen(rows.attended)
     try:
-        return policy.replay(seen, _take_rest(rows), count)  # type: ignore[no-any-return]
+        return policy._replay(seen, _take_rest(rows), count)  # type: ignore[no-any-return]
     except ValueError as error:
         if "[eval]" not in str(error):
             raise

@@ -105,7 +105,7 @@ class Policy:
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
     _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see description.py
     #: What a decode step's hooks built, to be replayed; see eviction.py.
-    replay: Callable[..., Any] | None = attrs.field(default=None, init=False, repr=False)
+    _replay: Callable[..., Any] | None = attrs.field(default=None, init=False, repr=False)
 
     @hookimpl
     def protect(self, rows: Rows) -> mx.array:
