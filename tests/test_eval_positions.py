@@ -88,3 +88,19 @@ def test_a_text_of_one_stretch_is_refused():
     check_length(range(40), 20)
     with pytest.raises(VeloxError, match="39 tokens don't make two stretches of 20"):
         check_length(range(39), 20)
+
+
+def test_a_way_of_numbering_cant_be_asked_for(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    words = ["eval", "positions", "--model", "x", "--text", text]
+    words += ["--policies", "streaming:positions=contiguous"]
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert result.exit_code == 2
+    assert "leave positions out, each way is measured anyway" in result.stderr
+
+
+def test_without_a_subcommand_there_is_help():
+    result = CliRunner().invoke(main, ["eval"])
+    assert result.exit_code == 0
+    assert "\n  positions " in result.output

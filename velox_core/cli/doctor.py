@@ -20,7 +20,7 @@ from .output import console, table
 
 FAST_BLAS = re.compile(r"lib(openblas|mkl|blis|flexiblas|atlas|nvblas)")
 GET_BLAS = (
-    "prompts are read some 20 times slower than they could be: "
+    "prompts are read some 30 times slower than they could be: "
     "apt-get install libopenblas0-pthread, then start with LD_PRELOAD=libopenblas.so.0"
 )
 

@@ -60,6 +60,9 @@ def positions(
     from ...registry import load_policy
 
     specs = parse_policies(policies)
+    for spec in specs:
+        if "positions" in spec.options:
+            raise click.UsageError(f"{spec.text}: leave positions out, each way is measured anyway")
     loaded = [
         (spec, scheme, load_policy(spec.name, budget=budget, **{**spec.options, **numbered}))
         for spec in specs
