@@ -13,6 +13,7 @@ from velox_morphkv import MorphKV
 from velox_tova import TOVA
 
 from velox_core import PolicyConfigError, VeloxCache, load_policy
+from velox_core.rows import Attended
 
 
 @st.composite
@@ -128,3 +129,14 @@ def test_a_window_that_leaves_no_room_is_refused_with_the_arithmetic(budget):
         load_policy("morphkv", budget=budget)
     sum_ = "4 (n_sink) + 31 (the others of window=32) + 1 (the newest row) = 36 rows always stay"
     assert sum_ in str(error.value)
+
+
+def test_of_a_long_block_only_the_window_is_held():
+    cache = VeloxCache(load_policy("morphkv", budget=64, window=8), budget=64)
+    before = mx.get_active_memory()
+    rows, queries = mx.ones((1, 2, 2048, 32)), mx.ones((1, 8, 2048, 32))
+    cache.update_and_fetch(rows, rows)
+    cache.observe(Attended(queries, 1.0))
+    mx.eval(cache.state[:6])
+    del rows, queries
+    assert mx.get_active_memory() - before < 2 * cache.nbytes

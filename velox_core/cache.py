@@ -135,6 +135,8 @@ class VeloxCache(Trimmable):
             seen, positions = self._latest()
             assert seen is not None
             self._window = seen.queries[..., -keep:, :]
+            if self._n_new > keep:  # a slice would hold the queries of the whole block
+                self._window = mx.contiguous(self._window)
             self._window_positions = positions[:, -keep:]
 
     def _choose(self) -> tuple[mx.array | None, mx.array | None]:
