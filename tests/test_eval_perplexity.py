@@ -217,8 +217,10 @@ def test_ctrl_c_leaves_whole_lines(folder, text):
     run.send_signal(signal.SIGINT)
     said = run.communicate(timeout=60)[1]
     assert run.returncode == 130, said
-    # Before it stands what was done by then.
-    assert said.rstrip().endswith("Stopped. The same command goes on where it was.")
+    *done, last = said.strip().splitlines()  # without a terminal each record is reported
+    assert last == "Stopped. The same command goes on where it was."
+    names = ["full", *(f"{name}, 16 rows" for name in ("rotating", "truncated", "tova"))]
+    assert done == [f"{i} of 4: {name}" for i, name in enumerate(names[: len(done)], 1)]
     assert path.read_bytes().endswith(b"\n")
     assert 1 <= len(Results(path).records()) < 4
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from .cache import VeloxCache
 from .errors import UnsupportedModelError
-from .rows import Attended, for_heads
+from .rows import Attended, for_heads, is_bias
 from .weights import weigh, weighable
 
 NAME = "scaled_dot_product_attention"
@@ -85,11 +85,12 @@ def _wrap(module: ModuleType) -> None:
         if cache.renumbers:  # the rows come as numbers, even where they are held quantised
             parts = cache.parts(queries, keys, mask)
         held = None if cache.renumbers else cache
+        steady = cache.steady
+        wanted = not more and (seen is not None or steady)
         outputs = []
         for q, k, m in parts:
-            wanted = seen is not None or cache.steady
-            if wanted and not more and weighable(m, q, k, values):
-                output, weights = weigh(q, k, values, scale, m, grouped=cache.steady)
+            if wanted and weighable(m, q, k, values):
+                output, weights = weigh(q, k, values, scale, m, grouped=steady)
                 if seen is not None and len(parts) == 1:
                     seen.weights = weights
             else:
@@ -135,15 +136,11 @@ def _attended(
     seen = Attended(queries, scale, sinks)
     if isinstance(keys, tuple):  # quantised: always those of the cache
         return seen
-    if keys.shape[1::2] == (cache.kv_heads, cache.head_dim) and not _is_bias(mask):
+    if keys.shape[1::2] == (cache.kv_heads, cache.head_dim) and not is_bias(mask):
         return seen
     if cache.kv_heads > 1 and cache.policy.scope == "head":
         raise UnsupportedModelError(
             "This model spreads its KV heads over query heads in a way of its own, so a choice a "
             "head can't be made. Use scope='layer'."
         )
-    return attrs.evolve(seen, keys=keys, bias=mask if _is_bias(mask) else None)
-
-
-def _is_bias(mask: Any) -> bool:
-    return isinstance(mask, mx.array) and mask.dtype != mx.bool_
+    return attrs.evolve(seen, keys=keys, bias=mask if is_bias(mask) else None)

@@ -18,7 +18,7 @@ from mlx_lm.models import base as mlx_base
 from . import storage
 from .contents import ARRAYS, Contents
 from .errors import UnsupportedModelError, VeloxError
-from .rows import Attended, for_heads, lowest, visible
+from .rows import Attended, for_heads, is_bias, lowest, visible
 
 
 class Batch(Contents):
@@ -64,8 +64,6 @@ class Batch(Contents):
 
     def _query_positions(self) -> mx.array:
         """Positions of the newest block's queries, ``[batch or 1, block]``."""
-        if self._n_new == 1 and min(self._fresh):
-            return mx.array([[seen - 1] for seen in self._tokens], dtype=mx.int32)
         pairs = zip(self._tokens, self._fresh, strict=True)
         start = [seen - fresh for seen, fresh in pairs]
         return self._positions_from(start, self._fresh, self._n_new)
@@ -73,6 +71,8 @@ class Batch(Contents):
     @staticmethod
     def _positions_from(start: list[int], real: list[int], n: int) -> mx.array:
         """``start`` and on, -1 after ``real`` tokens: ``[sequences, n]``."""
+        if n == 1 and min(real):  # a step's, without a graph of its own
+            return mx.array([[first] for first in start], dtype=mx.int32)
         positions = mx.array(start, dtype=mx.int32)[:, None] + mx.arange(n, dtype=mx.int32)
         if min(real) == n:
             return positions
@@ -141,7 +141,7 @@ class Batch(Contents):
         A model makes one mask for all layers; where it can't fit this one (its rows are padded,
         or more or fewer than another layer's), the mask is made anew from the rows themselves.
         """
-        if self._positions is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_):
+        if self._positions is None or is_bias(mask):
             return mask
         misfit = isinstance(mask, mx.array) and mask.shape[-1] != self._rows
         if misfit or self._padded:

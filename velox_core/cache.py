@@ -74,7 +74,7 @@ class VeloxCache(Trimmable):
             heads = self.kv_heads
             groups = [x.queries.reshape(batch, heads, -1, *block) for x in (self._seen, seen)]
             queries = mx.concatenate(groups, axis=2).reshape(batch, -1, *block)
-            seen = attrs.evolve(seen, queries=queries, weights=None)
+            seen = attrs.evolve(seen, queries=queries)
         self._seen, self._chosen = seen, None
 
     @property

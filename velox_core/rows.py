@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import mlx.core as mx
@@ -37,8 +37,7 @@ class Attended:
         """The same without the newest ``n`` tokens."""
         keys = None if self.keys is None else self.keys[:, :, :-n]
         bias = None if self.bias is None else self.bias[..., :-n, :-n]
-        queries = self.queries[:, :, :-n]
-        return attrs.evolve(self, queries=queries, keys=keys, bias=bias, weights=None)
+        return attrs.evolve(self, queries=self.queries[:, :, :-n], keys=keys, bias=bias)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -194,6 +193,11 @@ def visible(
     if window is not None:
         mask = mask & (rows > queries - window)
     return mask | (queries < 0) if padding_sees_all else mask
+
+
+def is_bias(mask: Any) -> bool:
+    """Whether a mask is of numbers that are added to the logits."""
+    return isinstance(mask, mx.array) and mask.dtype != mx.bool_
 
 
 def for_heads(mask: mx.array, query_heads: int) -> mx.array:

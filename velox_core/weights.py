@@ -6,12 +6,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from .rows import is_bias
+
 
 def weighable(mask: Any, *arrays: Any) -> bool:
     """Whether ``weigh`` does what MLX does with these: in float32, on a CPU, without a bias."""
     return (
         mx.default_device() == mx.Device(mx.cpu)
-        and not (isinstance(mask, mx.array) and mask.dtype != mx.bool_)
+        and not is_bias(mask)
         and all(isinstance(each, mx.array) and each.dtype == mx.float32 for each in arrays)
     )
 

@@ -15,8 +15,10 @@ from .loading import load_model
 from .measuring import (
     Numbers,
     Unit,
+    budget_option,
     measured,
     model_option,
+    number_option,
     open_results,
     output_options,
     policies_option,
@@ -38,15 +40,10 @@ class Measures(click.ParamType[tuple[str, ...]]):
         return tuple(one(piece.strip(), param, context) for piece in str(value).split(","))
 
 
-def number(flag: str, default: int, text: str) -> Callable[[Any], Any]:
-    """An option for a whole number of at least 1."""
-    return click.option(flag, type=click.IntRange(1), default=default, show_default=True, help=text)
-
-
 @click.command()
 @model_option
 @policies_option
-@number("--budget", 512, "Rows that each layer keeps.")
+@budget_option(512)
 @click.option(
     "--measures",
     type=Measures(),
@@ -54,7 +51,7 @@ def number(flag: str, default: int, text: str) -> Callable[[Any], Any]:
     show_default=True,
     help="What to measure.",
 )
-@number("--prompt", 4096, "Tokens of the prompt that 'speed' reads.")
+@number_option("--prompt", 4096, "Tokens of the prompt that 'speed' reads.")
 @click.option(
     "--contexts",
     type=Numbers(),
@@ -62,7 +59,7 @@ def number(flag: str, default: int, text: str) -> Callable[[Any], Any]:
     show_default=True,
     help="Rows of the full caches of 'context'.",
 )
-@number("--long", 4096, "Rows of each full cache of 'batch'.")
+@number_option("--long", 4096, "Rows of each full cache of 'batch'.")
 @click.option(
     "--batches",
     type=Numbers(),
@@ -70,9 +67,9 @@ def number(flag: str, default: int, text: str) -> Callable[[Any], Any]:
     show_default=True,
     help="How many such caches; the others get as many sequences as fit in the same rows.",
 )
-@number("--block", 512, "Tokens of a prompt that are read at once.")
-@number("--rounds", 15, "How often each cache is timed, in turn with the others.")
-@number("--steps", 16, "Tokens that each decodes in a round.")
+@number_option("--block", 512, "Tokens of a prompt that are read at once.")
+@number_option("--rounds", 15, "How often each cache is timed, in turn with the others.")
+@number_option("--steps", 16, "Tokens that each decodes in a round.")
 @output_options
 def bench(
     model: str,

@@ -65,31 +65,23 @@ def budgets_option(default: str) -> Callable[[Any], Any]:
     )
 
 
+def number_option(flag: str, default: int, text: str, minimum: int = 1) -> Callable[[Any], Any]:
+    """An option for a whole number of at least ``minimum``."""
+    kind = click.IntRange(minimum)
+    return click.option(flag, type=kind, default=default, show_default=True, help=text)
+
+
 def budget_option(default: int) -> Callable[[Any], Any]:
     """``--budget``."""
-    return click.option(
-        "--budget",
-        type=click.IntRange(1),
-        default=default,
-        show_default=True,
-        help="Rows that each layer keeps.",
-    )
+    return number_option("--budget", default, "Rows that each layer keeps.")
 
 
 def tokens_option(default: int) -> Callable[[Any], Any]:
     """``--tokens``."""
-    return click.option(
-        "--tokens",
-        type=click.IntRange(2),
-        default=default,
-        show_default=True,
-        help="Tokens to read.",
-    )
+    return number_option("--tokens", default, "Tokens to read.", minimum=2)
 
 
-block_option = click.option(
-    "--block", type=click.IntRange(1), default=64, show_default=True, help="Tokens fed at a time."
-)
+block_option = number_option("--block", 64, "Tokens fed at a time.")
 
 
 def output_options(command: Any) -> Any:

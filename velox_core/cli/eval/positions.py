@@ -13,6 +13,7 @@ from ..measuring import (
     budget_option,
     measured,
     model_option,
+    number_option,
     open_results,
     output_options,
     policies_option,
@@ -28,13 +29,7 @@ from ..measuring import (
 @policies_option
 @budget_option(512)
 @tokens_option(65536)
-@click.option(
-    "--stretch",
-    type=click.IntRange(2),
-    default=4096,
-    show_default=True,
-    help="Tokens that are scored together.",
-)
+@number_option("--stretch", 4096, "Tokens that are scored together.", minimum=2)
 @block_option
 @output_options
 def positions(

@@ -15,6 +15,7 @@ from ..measuring import (
     budget_option,
     measured,
     model_option,
+    number_option,
     open_results,
     output_options,
     policies_option,
@@ -45,15 +46,12 @@ class Layers(Numbers):
     help="Layers to watch, with commas between, from 0; or all "
     "[default: the first, the middle and the last]",
 )
-@click.option(
-    "--block", type=click.IntRange(1), default=1, show_default=True, help="Tokens a step."
-)
-@click.option(
+@number_option("--block", 1, "Tokens a step.")
+@number_option(
     "--sinks",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="First tokens that always stay: by default none, to see which a policy would keep.",
+    0,
+    "First tokens that always stay: by default none, to see which a policy would keep.",
+    minimum=0,
 )
 @output_options
 def retention(
