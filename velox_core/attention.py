@@ -18,7 +18,7 @@ import mlx.core as mx
 from .cache import VeloxCache
 from .errors import UnsupportedModelError
 from .rows import Attended, for_heads, is_bias
-from .weights import weigh, weighable
+from .weights import weigh, weigh_replayed, weighable
 
 NAME = "scaled_dot_product_attention"
 
@@ -90,7 +90,8 @@ def _wrap(module: ModuleType) -> None:
         outputs = []
         for q, k, m in parts:
             if wanted and weighable(m, q, k, values):
-                output, weights = weigh(q, k, values, scale, m, grouped=steady)
+                worked_out = weigh_replayed if steady else weigh
+                output, weights = worked_out(q, k, values, scale, m, steady)
                 if seen is not None and len(parts) == 1:
                     seen.weights = weights
             else:

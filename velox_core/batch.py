@@ -95,7 +95,9 @@ class Batch(Contents):
             if bias is not None:
                 bias = mx.take_along_axis(bias, index[:, None, :, None], axis=2)
             positions = mx.where(missing, -1, mx.take_along_axis(positions, index, axis=1))
-        return attrs.evolve(seen, queries=queries, bias=bias), positions
+        if queries is not seen.queries:
+            seen = attrs.evolve(seen, queries=queries, bias=bias)
+        return seen, positions
 
     def _queries_missing(self) -> bool:
         window = 0 if self._window is None else self._window.shape[2]

@@ -11,6 +11,7 @@ import attrs
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
+from . import storage
 from .errors import UnobservedAttentionError
 from .eviction import decide, score_rows
 from .hooks import origin
@@ -184,16 +185,16 @@ class VeloxCache(Trimmable):
         """The rows in use and the latest queries, as hooks see them."""
         keys, values = self._numbers()
         assert self._positions is not None
-        positions = self._positions[..., : self._rows]
+        positions = storage.first(self._positions, self._rows)
         seen, query_positions = self._latest()
         if self.renumbers and seen is not None:
             seen = attrs.evolve(seen, queries=self._turned(seen.queries, query_positions))
-        scores = self._scores
+        scores = mx.zeros(positions.shape) if self._scores is None else self._scores
         return Rows(
             keys=keys,
             values=values,
             positions=positions,
-            scores=mx.zeros(positions.shape) if scores is None else scores[..., : self._rows],
+            scores=storage.first(scores, self._rows),
             query_positions=query_positions,
             newest=mx.array([[[seen - 1]] for seen in self._tokens], dtype=mx.int32),
             n_new=self._n_new,

@@ -78,32 +78,24 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         if self.policy.every_step:
             nothing = mx.zeros(positions.shape, mx.float32)
             self._scores = storage.write(self._scores, nothing, start, limit)
-        self._keep(
+        self.keys, self.values = storage.tie(
             storage.write(self.keys, self._stored(keys), start, limit),
             storage.write(self.values, self._stored(values), start, limit),
+            [self._positions, self._scores, self._window, self._window_positions],
         )
 
     def _overwrite(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
         hole = self._hole
         assert hole is not None
-        self._last = 1
-        self._positions = storage.put(self._positions, positions, hole)
+        rows = [self.keys, self.values, self._positions]
+        new = [self._stored(keys), self._stored(values), positions]
         if self._scores is not None:
-            self._scores = storage.put(self._scores, mx.zeros(positions.shape), hole)
-        self._keep(
-            storage.put(self.keys, self._stored(keys), hole),
-            storage.put(self.values, self._stored(values), hole),
-        )
-        self._overwritten, self._hole = hole, None
-
-    def _keep(self, keys: Any, values: Any) -> None:
-        """Hold these. What goes with them is evaluated along with them, needed or not: a graph
-        that nobody evaluates would grow with every token."""
-        beside = storage.arrays(*(getattr(self, name) for name in ARRAYS[2:]))
-        tied = mx.depends(storage.arrays(keys, values), beside)
-        half = len(tied) // 2  # one array each, or three where they are quantised
-        self.keys = tied[0] if half == 1 else tuple(tied[:half])
-        self.values = tied[1] if half == 1 else tuple(tied[half:])
+            rows.append(self._scores)
+            new.append(mx.zeros(positions.shape))
+        written = storage.put_all(rows, new, hole, [self._window, self._window_positions])
+        self.keys, self.values, self._positions, *scores = written
+        self._scores = scores[0] if scores else None
+        self._overwritten, self._hole, self._last = hole, None, 1
 
     def _close_up(self, gone: mx.array) -> None:
         """Let the rows ``gone``, ``[batch, heads or 1, count]``, go; the others close up in the

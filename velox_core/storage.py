@@ -58,6 +58,24 @@ def put(rows: Rows, row: Rows, slot: mx.array) -> Rows:
     return mx.put_along_axis(rows, mx.broadcast_to(slot, row.shape), row, axis=2)
 
 
+def tie(keys: Rows, values: Rows, beside: list[Any]) -> tuple[Rows, Rows]:
+    """Keys and values with which ``beside`` is evaluated, needed or not: a graph that nobody
+    evaluates would grow with every token."""
+    tied = mx.depends(arrays(keys, values), arrays(*beside))
+    half = len(tied) // 2  # one array each, or three where they are quantised
+    return (tied[0], tied[1]) if half == 1 else (tuple(tied[:half]), tuple(tied[half:]))
+
+
+def _put_all(rows: list[Rows], new: list[Rows], slot: mx.array, beside: list[Any]) -> list[Rows]:
+    keys, values, *others = (put(*pair, slot) for pair in zip(rows, new, strict=True))
+    return [*tie(keys, values, [*others, *beside]), *others]
+
+
+#: ``put`` for keys, values and what else a row has, ``beside`` tied to them. It is the same work at
+#: each decode step, so it is recorded once: Python's time is dear there.
+put_all = mx.compile(_put_all)
+
+
 def take(rows: Rows, keep: mx.array) -> Rows:
     """The rows ``keep``, ``[batch, heads or 1, kept]``, in that order."""
     if isinstance(rows, tuple):

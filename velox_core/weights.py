@@ -8,11 +8,13 @@ import mlx.core as mx
 
 from .rows import is_bias
 
+_CPU = mx.Device(mx.cpu)
+
 
 def weighable(mask: Any, *arrays: Any) -> bool:
     """Whether ``weigh`` does what MLX does with these: in float32, on a CPU, without a bias."""
     return (
-        mx.default_device() == mx.Device(mx.cpu)
+        mx.default_device() == _CPU
         and not is_bias(mask)
         and all(isinstance(each, mx.array) and each.dtype == mx.float32 for each in arrays)
     )
@@ -57,3 +59,7 @@ def weigh(
     weights = mx.softmax(logits, axis=-1)
     output = weights.reshape(products) @ values
     return output.reshape(batch, heads, n, -1), weights
+
+
+#: The same for a decode step, recorded once.
+weigh_replayed = mx.compile(weigh)
