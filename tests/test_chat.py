@@ -193,6 +193,7 @@ def test_commands(chat_folder):
     assert [cells[2].strip() for cells in stats] == ["1", "32 a layer", "1", "32 a layer"]
     spoken, _ = chat(chat_folder, say=["/usr/bin is where it lies", "/ what?"])
     assert spoken.count("\n") >= 2  # to the model
+    assert chat(chat_folder, say=["Hello.", "/quit", "Hello."])[0] == once
 
 
 def test_sampling(chat_folder):

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import tiny_folder
 from click.testing import CliRunner
+from test_server import ask, serving
 
 from velox_core.cli import main
-from velox_core.cli.outgrown import trained_context
+from velox_core.outgrown import trained_context
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,8 @@ def generate(folder, tokens, *args):
 def test_generate(short):
     said = generate(short, 80)
     assert "trained on 64. " in said
-    assert "--option positions=contiguous" in said
-    assert "trained on" not in generate(short, 80, "-o", "positions=contiguous")
+    assert "--option positions=compressed" in said
+    assert "trained on" not in generate(short, 80, "-o", "positions=compressed")
     assert "trained on" not in generate(short, 50)
 
 
@@ -37,6 +38,14 @@ def test_chat_says_it_once(short):
     result = CliRunner().invoke(main, given, input="Hello, you there\n" * 8)
     assert result.exit_code == 0, result.output
     assert result.stderr.count("trained on 64.") == 1
+
+
+def test_serve(short, caplog):
+    with serving(short, policy="tova", budget=32) as server:
+        ask(server, "x" * 40)
+        assert "trained on" not in caplog.text
+        ask(server, "x" * 80)
+    assert "trained on 64. " in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,7 @@ def test_unknown_name(site):
         "Installed: fancy."
     )
     assert "Did you mean 'fancy'?" in refused(UnknownPolicyError, "FANCY")
+    assert "--option key=value" in refused(UnknownPolicyError, "fancy:n_sink=0")
     assert "Did you mean 'velox-fancy:fancy'?" in refused(UnknownPolicyError, "velox-fanzy:fancy")
     assert "Installed: fancy." in refused(UnknownPolicyError, "other:fancy")
     with pytest.raises(LookupError):
@@ -385,6 +386,7 @@ def test_options_reach_the_policy(site):
         "queries": "model",
         "positions": "absolute",
         "slack": 0,
+        "max_age": None,
         "window": 3,
     }
 
@@ -394,7 +396,7 @@ def test_unknown_option(site, option):
     install(site, "velox-a", "ay")
     assert refused(PolicyConfigError, "ay", **{option: 1}) == (
         f"policy 'ay' (velox-a 1.0) has no option {option!r}. It has: budget=512, n_sink=4, "
-        "scope='layer', queries='model', positions='absolute', slack=0, window=8."
+        "scope='layer', queries='model', positions='absolute', slack=0, max_age=None, window=8."
     )
 
 
@@ -443,7 +445,6 @@ def test_smallest_budget(site):
             {"window": "x"},
             "ValueError: invalid literal",
         ),
-        ("window: int", {}, "TypeError: "),
         (
             "window: int = attrs.field(default=8, validator=attrs.validators.le(9))",
             {"window": 10},
@@ -461,6 +462,9 @@ def test_kinds_of_defaults_are_listed(site):
     fields = "window: int\n        more: list = attrs.field(factory=list)"
     install(site, "velox-a", "ay", code=spoil("window: int = 8", fields))
     assert "window=(required), more=…." in refused(PolicyConfigError, "ay", zzz=1)
+    assert refused(PolicyConfigError, "ay") == (
+        "policy 'ay' (velox-a 1.0) needs the option 'window'."
+    )
 
 
 # Hooks

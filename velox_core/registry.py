@@ -11,7 +11,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -174,6 +174,8 @@ def _unknown(name: str, policies: list[InstalledPolicy], group: str) -> str:
     if near:
         parts.append(f"Did you mean {near!r}?")
     parts.append(f"Installed: {', '.join(installed) or 'none'}.")
+    if "=" in name:
+        parts.append("Options don't belong to the name: --option key=value, or load_policy's own.")
     ours = near or name
     if ours in ours_too and ours not in installed:
         parts.append(
@@ -207,14 +209,17 @@ def _import(entry: InstalledPolicy, base: type[_T]) -> type[_T]:
     return cls
 
 
-def _check_names(entry: InstalledPolicy, cls: type, options: Iterable[str]) -> None:
+def _check_names(entry: InstalledPolicy, cls: type, given: Collection[str]) -> None:
     known = {field.alias: field.default for field in attrs.fields(cls) if field.init}
-    for option in options:
+    for option in given:
         if option not in known:
             near = _near(option, known)
             hint = f" Did you mean {near!r}?" if near else ""
             has = ", ".join(f"{name}={_default(value)}" for name, value in known.items())
             raise PolicyConfigError(f"{entry} has no option {option!r}.{hint} It has: {has}.")
+    for name, default in known.items():
+        if default is attrs.NOTHING and name not in given:
+            raise PolicyConfigError(f"{entry} needs the option {name!r}.")
 
 
 def _default(value: object) -> str:

@@ -26,6 +26,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, make_prom
 
 from .discovery import one_line
 from .model import apply
+from .outgrown import outgrown
 from .policy import Policy
 
 
@@ -143,6 +144,10 @@ class Generator(mlx_server.ResponseGenerator):  # type: ignore[misc]
         tokenized = super()._tokenize(*args)
         if not tokenized[0]:
             raise ValueError("The prompt has no tokens.")
+        provider = self.model_provider
+        warning = outgrown(provider.model, provider.policy, len(tokenized[0]))
+        if warning:
+            logging.warning(warning)
         return tokenized
 
 

@@ -12,7 +12,6 @@ import click
 from .generate import progress
 from .holding import describe_cache, held
 from .loading import load_model, parse_options
-from .outgrown import warn_if_outgrown
 from .output import console, table
 from .pinning import before_message, protectors
 from .terminal import ctrl_c, lines
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
 HELP = """\
 /reset   forget the conversation and begin anew
 /stats   what the cache holds
+/quit    end the conversation, as Ctrl-D does
 /help    this
-Ctrl-C ends a reply, Ctrl-D the conversation."""
+Ctrl-C ends a reply."""
 
 
 @click.command()
@@ -83,6 +83,7 @@ def chat(
     import mlx.core as mx
     from mlx_lm.sample_utils import make_sampler
 
+    from ..outgrown import outgrown
     from ..protectors import Pin
 
     network, tokenizer = load_model(model)
@@ -103,6 +104,8 @@ def chat(
     warned = False
     for line in lines():
         command = re.fullmatch(r"\s*(/\w+)\s*", line)
+        if command and command[1] == "/quit":
+            break
         if command:
             obey(command[1], talk, name)
         elif line.strip():
@@ -117,7 +120,10 @@ def chat(
                     if stopped():
                         break
             click.echo()
-            warned = warned or warn_if_outgrown(network, talk.policy, talk.tokens_seen)
+            warning = outgrown(network, talk.policy, talk.tokens_seen)
+            if warning and not warned:
+                click.echo(warning, err=True)
+                warned = True
 
 
 class Conversation:

@@ -14,7 +14,6 @@ import click
 
 from .holding import describe_cache, held, megabytes
 from .loading import load_model, parse_options
-from .outgrown import warn_if_outgrown
 from .output import console, table
 from .pinning import before_message, protectors
 
@@ -93,6 +92,7 @@ def generate(
     from mlx_lm.sample_utils import make_sampler
 
     from ..model import make_cache
+    from ..outgrown import outgrown
     from ..protectors import Pin
 
     network, tokenizer = load_model(model)
@@ -142,7 +142,9 @@ def generate(
     else:
         click.echo()
         console(stderr=True).print(table(("", name), describe(result)))
-        warn_if_outgrown(network, policy, result["tokens_seen"])
+        warning = outgrown(network, policy, result["tokens_seen"])
+        if warning:
+            click.echo(warning, err=True)
 
 
 def read_prompt(prompt: str | None, file: str | None, stdin: str | None) -> str:

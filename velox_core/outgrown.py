@@ -1,0 +1,27 @@
+"""Saying so when a text has outgrown the context that a model was trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .policy import Policy
+
+
+def trained_context(model: Any) -> int | None:
+    """The positions that the model was trained on, as its config says; None if it says nothing."""
+    args = getattr(model, "args", None)
+    inner = getattr(args, "text_config", None) or {}
+    said = getattr(args, "max_position_embeddings", None) or inner.get("max_position_embeddings")
+    return said if isinstance(said, int) and said > 0 else None
+
+
+def outgrown(model: Any, policy: Policy, tokens: int) -> str | None:
+    """What to tell the user if a text of so many tokens went beyond the trained context with
+    absolute positions; None if it didn't."""
+    trained = trained_context(model)
+    if policy.positions != "absolute" or trained is None or tokens <= trained:
+        return None
+    return (
+        f"The text has {tokens:,} tokens, and the model was trained on {trained:,}. Should it lose "
+        "its thread: --option positions=compressed numbers the kept rows anew."
+    )
