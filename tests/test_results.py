@@ -1,6 +1,8 @@
 """The file of results: whole lines, whatever stops the run, and errors that name the line."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -24,6 +26,20 @@ def test_what_is_appended_is_there(tmp_path):
         record(budget=8, text="a\nb é", velox=version),
         record(budget=16, velox=version),
     ]
+
+
+def test_several_may_append(tmp_path, monkeypatch):
+    results, read = Results(tmp_path / "results.jsonl"), Results._read
+
+    def slow(self):
+        found = read(self)
+        time.sleep(0.002)
+        return found
+
+    monkeypatch.setattr(Results, "_read", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: results.append(record(budget=i)), range(40)))
+    assert sorted(found["budget"] for found in results.records()) == list(range(40))
 
 
 def test_find(tmp_path):

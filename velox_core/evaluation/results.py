@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ class Results:
     """A file of results, which a stopped run leaves whole and goes on with.
 
     Every record has ``kind`` (one of ``KINDS``), ``model`` (its name, as given) and ``velox`` (the
-    version that measured it). One file may hold all kinds. One process at a time may append.
+    version that measured it). One file may hold all kinds. Several processes may append to it.
 
     Args:
         path: the file; it needn't be there yet, its folder must.
@@ -54,9 +55,10 @@ class Results:
         assert record.get("kind") in KINDS, f"kind={record.get('kind')!r}: one of {KINDS}"
         assert isinstance(record.get("model"), str), "a record names its model"
         line = json.dumps({**record, "velox": __version__}, allow_nan=False, ensure_ascii=False)
-        whole = self._read()[1]
         try:
             with self.path.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                whole = self._read()[1]
                 file.truncate(whole)
                 ended = not whole or self.path.read_bytes()[-1:] == b"\n"
                 file.write(f"{'' if ended else chr(10)}{line}\n".encode())
