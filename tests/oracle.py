@@ -24,11 +24,12 @@ class Oracle:
         scope: ``"layer"`` (all heads make one choice) or ``"head"`` (a choice a KV head).
         protect: given this object, which rows stay besides the sinks and the newest one:
             ``[choices, rows]`` bool.
+        max_age: rows of tokens more than this far back go first; None if none is too old.
     """
 
-    def __init__(self, budget, score, *, n_sink=0, scope="layer", protect=None):
+    def __init__(self, budget, score, *, n_sink=0, scope="layer", protect=None, max_age=None):
         self.budget, self.score, self.protect = budget, score, protect
-        self.n_sink, self.scope = n_sink, scope
+        self.n_sink, self.scope, self.max_age = n_sink, scope, max_age
         self.queries = self.keys = self.values = None  # of all tokens: [heads, tokens, dim]
         self.positions = None  # what is held: [choices, rows], rising
         self.scores = None  # what ``score`` gave last, for the rows held: [choices, rows]
@@ -107,15 +108,20 @@ class Oracle:
         stay = (self.positions < self.n_sink) | (self.positions == self.tokens - 1)
         if self.protect is not None:
             stay = stay | self.protect(self)
+        ranked = self.scores
+        if self.max_age is not None:
+            too_old = self.tokens - 1 - self.positions > self.max_age
+            ranked = np.where(too_old, -np.inf, ranked)
         kept = []
-        for rows, scores, must_stay in zip(self.positions, self.scores, stay, strict=True):
+        for rows, scores, must_stay in zip(self.positions, ranked, stay, strict=True):
             # The lowest go first, and among equals the oldest.
             order = sorted(np.flatnonzero(~must_stay), key=lambda i: (scores[i], rows[i]))
             dropped, rest = order[:count], order[count:]
             assert len(dropped) == count, "more rows protected than the budget has room for"
             if rest:
                 best, worst = scores[dropped[-1]], scores[rest[0]]
-                self.gap = min(self.gap, (worst - best) / max(abs(worst), 1e-30))
+                if np.isfinite(best):  # else it went for its age
+                    self.gap = min(self.gap, (worst - best) / max(abs(worst), 1e-30))
             kept.append(np.setdiff1d(np.arange(len(rows)), dropped))
         self.positions = np.take_along_axis(self.positions, np.stack(kept), axis=1)
         self.scores = np.take_along_axis(self.scores, np.stack(kept), axis=1)

@@ -83,21 +83,22 @@ def test_the_command(folder, tmp_path):
     assert "bytes, last : second" in shown.output
     assert (tmp_path / "results.positions.svg").read_text().startswith("<?xml")
 
+    run("--policies", "tova:positions=contiguous,max_age=3")  # that way alone
+    (added,) = Results(out).records()[8:]
+    assert (added["start"], added["options"]["positions"]) == ("running", "contiguous")
+    assert added["options"]["max_age"] == 3
+    assert added["perplexity"] != records[1]["perplexity"]
+    headings, rows = DISPLAYS["positions"].table([*records, added])
+    assert headings[-2:] == ["compressed", "contiguous, max_age=3"]
+    assert {row[0] for row in rows} == {"tova"}
+    value = added["perplexity"][2]
+    assert rows[2][-1] == f"{value:.2f} ({value - base:+.2f})"
+
 
 def test_a_text_of_one_stretch_is_refused():
     check_length(range(40), 20)
     with pytest.raises(VeloxError, match="39 tokens don't make two stretches of 20"):
         check_length(range(39), 20)
-
-
-def test_a_way_of_numbering_cant_be_asked_for(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    words = ["eval", "positions", "--model", "x", "--text", text]
-    words += ["--policies", "streaming:positions=contiguous"]
-    result = CliRunner().invoke(main, list(map(str, words)))
-    assert result.exit_code == 2
-    assert "leave positions out, each way is measured anyway" in result.stderr
 
 
 def test_without_a_subcommand_there_is_help():

@@ -42,6 +42,8 @@ def test_oracle_by_hand():
     assert kept == [[0], [0, 1], [0, 2], [0, 3], [0, 4]]
     kept = one_layer(3, [(1, key) for key in keys], n_sink=1)
     assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 4]]
+    kept = one_layer(3, [(1, key) for key in keys], max_age=2)  # 1 is the best, until it is too old
+    assert kept == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
     kept = one_layer(3, [(0, key) for key in keys])  # all equal: the oldest goes
     assert kept == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4]]
 
@@ -66,6 +68,7 @@ def streams(draw):
         "budget": n_sink + draw(st.integers(1, 14)),
         "n_sink": n_sink,
         "scope": draw(st.sampled_from(["layer", "head"])),
+        "max_age": draw(st.none() | st.integers(1, 30)),
         "batch": draw(st.integers(1, 2)),
         "kv_heads": draw(st.integers(1, 3)),
         "group": draw(st.sampled_from([1, 2, 4])),
@@ -83,7 +86,8 @@ def feed(policy, score, stream):
     batch, kv_heads, dim = stream["batch"], stream["kv_heads"], 8
     dtype, budget, scope = stream["dtype"], policy.budget, policy.scope
     cache = make_cache(LLAMA, policy)[0]
-    oracles = [Oracle(budget, score, n_sink=policy.n_sink, scope=scope) for _ in range(batch)]
+    options = {"n_sink": policy.n_sink, "scope": scope, "max_age": policy.max_age}
+    oracles = [Oracle(budget, score, **options) for _ in range(batch)]
     mx.random.seed(stream["seed"])
     for step, n in enumerate(stream["blocks"]):
         queries = mx.random.normal((batch, kv_heads * stream["group"], n, dim)).astype(dtype)
@@ -146,14 +150,14 @@ LLAMA = tiny_models.build("llama")  # only so that its attention is watched
 
 
 def options(stream):
-    return {name: stream[name] for name in ("budget", "n_sink", "scope")}
+    return {name: stream[name] for name in ("budget", "n_sink", "scope", "max_age")}
 
 
 # A block of several tokens after single ones: the hole must close up before it.
 AFTER_A_HOLE = {
-    "budget": 5, "n_sink": 1, "scope": "head", "batch": 2, "kv_heads": 2, "group": 2,
-    "dtype": mx.float32, "blocks": [9, 1, 1, 3, 1, 1, 1, 7, 1], "reads": set(), "asks": False,
-    "seed": 0,
+    "budget": 5, "n_sink": 1, "scope": "head", "max_age": None,
+    "batch": 2, "kv_heads": 2, "group": 2, "dtype": mx.float32, "reads": set(), "asks": False,
+    "blocks": [9, 1, 1, 3, 1, 1, 1, 7, 1], "seed": 0,
 }  # fmt: skip
 
 
@@ -161,6 +165,7 @@ AFTER_A_HOLE = {
 @example(AFTER_A_HOLE)
 @example(AFTER_A_HOLE | {"budget": 1, "n_sink": 0})
 @example(AFTER_A_HOLE | {"scope": "layer", "blocks": [1] * 25, "reads": {7, 8, 20}})
+@example(AFTER_A_HOLE | {"max_age": 6, "blocks": [4, 3, 1, 1, 1, 1, 1, 1, 1, 1, 5]})
 def test_tova_keeps_what_the_oracle_keeps(stream):
     feed(load_policy("tova", **options(stream)), plain.tova, stream)
 
@@ -179,7 +184,8 @@ def test_keys_in_the_queries_place(stream):
     stream = stream | {"group": 1, "reads": set(), "dtype": mx.float32}
     policy = load_policy("tova", queries="keys", **options(stream))
     cache = make_cache(LLAMA, policy)[0]
-    oracle = Oracle(policy.budget, plain.tova, n_sink=policy.n_sink, scope=policy.scope)
+    more = {name: stream[name] for name in ("n_sink", "scope", "max_age")}
+    oracle = Oracle(policy.budget, plain.tova, **more)
     mx.random.seed(stream["seed"])
     for n in stream["blocks"]:
         keys = mx.random.normal((1, stream["kv_heads"], n, 8))

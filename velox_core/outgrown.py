@@ -23,5 +23,6 @@ def outgrown(model: Any, policy: Policy, tokens: int) -> str | None:
         return None
     return (
         f"The text has {tokens:,} tokens, and the model was trained on {trained:,}. Should it lose "
-        "its thread: --option positions=compressed numbers the kept rows anew."
+        "its thread: --option positions=compressed numbers the kept rows anew, and "
+        f"--option max_age={max(trained // 2, 1)} lets go of old ones."
     )

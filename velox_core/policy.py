@@ -70,6 +70,8 @@ class Policy:
         slack: decoded tokens for which a layer may hold more than its budget; they are then cut
             together, as a block of a prompt is. Quicker where many small operations are dear, and
             exact for fewer steps. Default 0: a row goes at each step.
+        max_age: when rows must go, those of tokens more than this far back go first, whatever
+            their score; sinks and pinned rows stay. Default None: none is too old.
 
     Raises:
         PolicyConfigError: an option out of its range.
@@ -100,6 +102,9 @@ class Policy:
         default="absolute", validator=one_of("absolute", "contiguous", "compressed")
     )
     slack: int = attrs.field(default=0, validator=at_least(0))
+    max_age: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(at_least(1))
+    )
     #: Protectors and observers beside it, from ``load_policy(protect=)``.
     extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)

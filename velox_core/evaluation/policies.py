@@ -58,7 +58,8 @@ def parse_policies(text: str) -> list[PolicySpec]:
             specs.append(PolicySpec(name, name))
         if equals and key and value and specs:  # an option, of the newest policy
             if key in ("budget", "protect"):
-                raise PolicyConfigError(f"{key!r} can't be given as an option of {text!r}")
+                hint = ": it is one for all, --budget or --budgets" if key == "budget" else ""
+                raise PolicyConfigError(f"{key!r} can't be given as an option of {text!r}{hint}")
             last = specs.pop()
             shown = f"{last.text}{',' if last.options else ':'}{key}={value}"
             specs.append(PolicySpec(shown, last.name, {**last.options, key: option_value(value)}))

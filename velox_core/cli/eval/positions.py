@@ -48,6 +48,8 @@ def positions(
 
     Beside each stretch stands its perplexity when the model starts afresh one stretch before it
     (with absolute positions): what it would be if no position were high.
+
+    A policy that names its positions (tova:positions=compressed) is read with those alone.
     """
     from ...evaluation.policies import parse_policies
     from ...evaluation.positions import SCHEMES, Reading, check_length
@@ -55,16 +57,14 @@ def positions(
     from ...registry import load_policy
 
     specs = parse_policies(policies)
-    for spec in specs:
-        if "positions" in spec.options:
-            raise click.UsageError(f"{spec.text}: leave positions out, each way is measured anyway")
+    readings = {scheme: {"positions": scheme} for scheme in SCHEMES}
+    readings["afresh"] = {"positions": "absolute"}
     loaded = [
-        (spec, scheme, load_policy(spec.name, budget=budget, **{**spec.options, **numbered}))
+        (spec, way, load_policy(spec.name, budget=budget, **{**numbered, **spec.options}))
         for spec in specs
-        for scheme, numbered in {
-            **{scheme: {"positions": scheme} for scheme in SCHEMES},
-            "afresh": {"positions": "absolute"},
-        }.items()
+        for way, numbered in (
+            {str(spec.options["positions"]): {}} if "positions" in spec.options else readings
+        ).items()
     ]
     results, plot = open_results(out, plot, "positions")
     written = read_text(text)
@@ -83,10 +83,10 @@ def positions(
         "budget": budget,
     }
     units = []
-    for spec, scheme, policy in loaded:
+    for spec, way, policy in loaded:
         options = {name: value for name, value in policy.options().items() if name != "budget"}
-        start = "afresh" if scheme == "afresh" else "running"
+        start = "afresh" if way == "afresh" else "running"
         key = {**settings, "policy": spec.text, "options": options, "start": start}
         reading = Reading(network, sequence, policy, block, stretch, start == "afresh")
-        units.append(Unit(f"{spec.text}, {scheme}", reading.cost, key, reading.measure))
+        units.append(Unit(f"{spec.text}, {way}", reading.cost, key, reading.measure))
     show(measured(results, units), results, plot, as_json)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from .display import Display, Record, newest
-from .figure import INK, figure, styled
+from .display import Display, Record
+from .figure import COLOURS, INK, figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+COLUMNS = ("afresh", "absolute", "contiguous", "compressed")
+
+
 def _named(records: list[Record]) -> dict[str, dict[str, Record]]:
-    """The newest readings by policy, each by its scheme or ``"afresh"``."""
+    """The newest readings by policy, each by its scheme or ``"afresh"``, and its max_age if any."""
     found: dict[str, dict[str, Record]] = {}
-    flat = [{**record, "scheme": record["options"]["positions"]} for record in records]
-    for (policy, start, scheme), record in newest(flat, "policy", "start", "scheme").items():
-        name = start if start == "afresh" else scheme
+    for record in records:
+        options, asked = record["options"], str(record["policy"])
+        name = "afresh" if record["start"] == "afresh" else options["positions"]
+        if options.get("max_age") is not None:
+            name += f", max_age={options['max_age']}"
+        policy = re.sub(r"(?<=[:,])(positions|max_age)=[^,]*,?", "", asked).rstrip(":,")
         found.setdefault(policy, {})[name] = record
     return found
 
@@ -24,17 +31,18 @@ def _named(records: list[Record]) -> dict[str, dict[str, Record]]:
 def table(records: list[Record]) -> tuple[list[str], list[list[str]]]:
     """A row a stretch and policy; in brackets what a scheme is above starting afresh. Then, a row
     a policy, bytes held and time a token in the last stretch beside the second one's."""
-    rows = []
-    names = ("afresh", "absolute", "contiguous", "compressed")
-    for policy, readings in _named(records).items():
+    rows, found = [], _named(records)
+    names = list(dict.fromkeys([*COLUMNS, *(name for each in found.values() for name in each)]))
+    for policy, readings in found.items():
         any_one = next(iter(readings.values()))
-        stretch, afresh = any_one["stretch"], readings.get("afresh")
+        stretch = any_one["stretch"]
+        afresh = next((readings[name] for name in readings if name.startswith("afresh")), None)
         for number in range(len(any_one["perplexity"])):
             cells = []
             base: float | None = afresh["perplexity"][number] if afresh else None
             for name in names:
                 value = readings[name]["perplexity"][number] if name in readings else None
-                cells.append(_cell(value, None if name == "afresh" else base))
+                cells.append(_cell(value, None if name.startswith("afresh") else base))
             rows.append([policy, f"{number * stretch:,}", *cells])
         for title, field in (("bytes, last : second", "bytes"), ("time, last : second", "seconds")):
             cells = [
@@ -56,18 +64,36 @@ def _cell(value: float | None, base: float | None) -> str:
 
 @styled
 def plot(records: list[Record]) -> Figure:
-    """A panel a policy: a line a scheme, and a dashed one for starting afresh."""
+    """A panel a policy: a line a scheme, and a dashed one for starting afresh. What breaks down
+    leaves a panel upwards, so that the others can be told apart."""
     found = _named(records)
-    made, panels = figure(1, len(found))
-    for axes, (policy, readings) in zip(panels[0], found.items(), strict=True):
-        for name, record in sorted(readings.items()):
+    names = list(dict.fromkeys([*COLUMNS, *(name for each in found.values() for name in each)]))
+    across = min(len(found), 2)
+    down = -(-len(found) // across)
+    made, grid = figure(down, across, (4.5 * across, 3.2 * down + 0.4), sharex=True, sharey=True)
+    drawn, lowest, highest = {}, [], []
+    for axes, (policy, readings) in zip(grid.flat, found.items(), strict=False):
+        for name, record in readings.items():
             numbers = [n for n, value in enumerate(record["perplexity"]) if value is not None]
             ends = [(n + 1) * record["stretch"] for n in numbers]
             values = [record["perplexity"][n] for n in numbers]
-            style = {"color": INK, "linestyle": "--"} if name == "afresh" else {"marker": "."}
-            axes.plot(ends, values, label=name, **style)
-        axes.set(title=policy, xlabel="tokens read", ylabel="perplexity of the stretch")
-        axes.legend()
+            afresh = name.startswith("afresh")
+            colour = INK if afresh else COLOURS[(names.index(name) - 1) % len(COLOURS)]
+            style = {"linestyle": "--", "zorder": 3} if afresh else {"marker": "."}
+            (drawn[name],) = axes.plot(ends, values, color=colour, **style)
+            lowest.append(min(values))
+            highest += values if afresh else []
+        axes.set(title=policy)
+    if highest:
+        grid.flat[0].set_ylim(0.9 * min(lowest), 1.2 * max(highest))
+    for axes in grid.flat[len(found) :]:
+        axes.set_axis_off()
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens read")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("perplexity of a stretch")
+    shown = [name for name in names if name in drawn]
+    made.legend([drawn[name] for name in shown], shown, loc="outside lower center", ncols=3)
     return made
 
 
