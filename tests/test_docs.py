@@ -75,7 +75,7 @@ def test_python(page, with_model, monkeypatch):
 def command_lines():
     for page in PAGES:
         for language, _, text in blocks(page, "sh", "console"):
-            for line in text.splitlines():
+            for line in text.replace("\\\n", " ").splitlines():
                 if language == "console" and not line.startswith("$ "):
                     continue
                 words = shlex.split(line.removeprefix("$ "))

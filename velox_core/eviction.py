@@ -87,7 +87,8 @@ def choose_rows(policy: Policy, rows: Rows, scores: mx.array, count: int) -> mx.
         _check(owner, "protect", claim, shape, (mx.bool_,))
         protected = protected | claim
     if policy.max_age is not None:
-        scores = mx.where(rows.newest - rows.positions > policy.max_age, -mx.inf, scores)
+        too_old = rows.newest - rows.positions > policy.max_age
+        scores = mx.where(too_old, mx.finfo(mx.float32).min, scores)
     if rows.padded:
         empty = rows.positions < 0
         scores = mx.where(empty, -mx.inf, scores)

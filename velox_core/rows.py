@@ -124,6 +124,8 @@ class Rows:
         Returns:
             ``[batch, query_heads, rows]`` float32
         """
+        if last == 1:
+            return self.attention().squeeze(2)
         if last <= _SLICE or self._has_weights(last):
             return self.attention(last).sum(axis=2)
         seen = self.attended

@@ -11,7 +11,6 @@ from .figure import COLOURS, INK, figure, styled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 COLUMNS = ("afresh", "absolute", "contiguous", "compressed")
 
 
@@ -28,11 +27,15 @@ def _named(records: list[Record]) -> dict[str, dict[str, Record]]:
     return found
 
 
+def _columns(found: dict[str, dict[str, Record]]) -> list[str]:
+    return list(dict.fromkeys([*COLUMNS, *(name for each in found.values() for name in each)]))
+
+
 def table(records: list[Record]) -> tuple[list[str], list[list[str]]]:
     """A row a stretch and policy; in brackets what a scheme is above starting afresh. Then, a row
     a policy, bytes held and time a token in the last stretch beside the second one's."""
     rows, found = [], _named(records)
-    names = list(dict.fromkeys([*COLUMNS, *(name for each in found.values() for name in each)]))
+    names = _columns(found)
     for policy, readings in found.items():
         any_one = next(iter(readings.values()))
         stretch = any_one["stretch"]
@@ -67,7 +70,7 @@ def plot(records: list[Record]) -> Figure:
     """A panel a policy: a line a scheme, and a dashed one for starting afresh. What breaks down
     leaves a panel upwards, so that the others can be told apart."""
     found = _named(records)
-    names = list(dict.fromkeys([*COLUMNS, *(name for each in found.values() for name in each)]))
+    names = _columns(found)
     across = min(len(found), 2)
     down = -(-len(found) // across)
     made, grid = figure(down, across, (4.5 * across, 3.2 * down + 0.4), sharex=True, sharey=True)
