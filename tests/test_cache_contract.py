@@ -385,3 +385,63 @@ def test_evict_of_its_own():
     cache = make_cache(LLAMA, backwards(budget=8, n_sink=2))
     feed(cache, [20, 1, 1])
     assert kept(cache) == [[[list(range(14, 22))]]] * 2
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class InPlace(Policy):
+    """Works on what it is shown, in place or on a copy."""
+
+    hook_version: ClassVar[int] = 1
+    n_queries: ClassVar[int] = 1
+    every_step: ClassVar[bool] = True
+    copies: bool = False
+
+    @hookimpl
+    def score(self, rows):
+        seen = [rows.scores, rows.keys, rows.values]
+        scores, keys, values = [array + 0 for array in seen] if self.copies else seen
+        scores += rows.pool(rows.attention()).squeeze(2)
+        keys += 1
+        values += 1
+        return scores
+
+
+def test_a_hook_that_works_in_place_changes_nothing_that_is_held():
+    found = []
+    for copies in (True, False):
+        cache = make_cache(LLAMA, InPlace(budget=8, n_sink=2, copies=copies))
+        feed(cache, [20, 1, 1, 1, 10])
+        assert trim_prompt_cache(cache, 3) == 3
+        logits = feed(cache, [1, 1], start=30)
+        found.append((kept(cache), np.array(logits), [np.array(layer.keys) for layer in cache]))
+    (rows, logits, keys), (other_rows, other_logits, other_keys) = found
+    assert rows == other_rows
+    assert np.array_equal(logits, other_logits)
+    assert all(map(np.array_equal, keys, other_keys))
+
+
+# max_age, in every mix of blocks: see test_tova_oracle.py
+
+
+@pytest.mark.parametrize("bad", [-1.0, -np.inf, np.nan])
+def test_what_is_too_old_goes_before_the_worst_score(bad):
+    @attrs.frozen(eq=False, kw_only=True)
+    class FirstOnes(Policy):
+        hook_version: ClassVar[int] = 1
+
+        @hookimpl
+        def score(self, rows):
+            return mx.where(rows.positions >= 8, mx.array(bad), 0.0)
+
+    cache = make_cache(LLAMA, FirstOnes(budget=8, n_sink=2, max_age=10))
+    feed(cache, [8, *[1] * 52])
+    assert kept(cache)[0] == [[[0, 1, *range(54, 60)]]]
+
+
+def test_a_max_age_beyond_any_position_is_none():
+    found = []
+    for max_age in (None, 2**31 - 1, 2**64):
+        cache = make_cache(LLAMA, tova(max_age=max_age))
+        feed(cache, [20, 1, 1, 5, 1])
+        found.append(kept(cache))
+    assert found[0] == found[1] == found[2]

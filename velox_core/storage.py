@@ -89,10 +89,10 @@ def take(rows: Rows, keep: mx.array) -> Rows:
 
 
 def first(rows: Rows, n: int) -> Rows:
-    """The first ``n`` rows."""
+    """The first ``n`` rows, as arrays of their own: ``x += 1`` doesn't change what is held."""
     if isinstance(rows, tuple):
         return tuple(first(array, n) for array in rows)
-    return rows if n == rows.shape[2] else rows[:, :, :n]
+    return rows[...] if n == rows.shape[2] else rows[:, :, :n]
 
 
 def select(rows: Rows, sequences: mx.array) -> Rows:
