@@ -65,7 +65,9 @@ def test_text_on_stdout_and_table_on_stderr(folder, ay):
     assert result.stdout == plain(folder, PROMPT) + "\n"
     assert "tokens seen" in result.stderr
     assert "rows kept" in result.stderr
-    assert "against" in result.stderr
+    assert "against" not in result.stderr  # nothing was evicted
+    less = generate(folder, "--budget", "32", "--prompt", PROMPT)
+    assert "without eviction (" in less.stderr
     assert "peak memory" in result.stderr
     assert f"{len(PROMPT)} tokens, " in result.stderr
 

@@ -94,6 +94,13 @@ def test_the_command(folder, tmp_path):
     value = added["perplexity"][2]
     assert rows[2][-1] == f"{value:.2f} ({value - base:+.2f})"
 
+    run("--policies", "h2o:max_age=3,positions=compressed")  # and afresh, without these
+    named, fresh = Results(out).records()[9:]
+    assert (fresh["policy"], fresh["start"]) == ("h2o", "afresh")
+    assert fresh["options"]["max_age"] is None
+    headings, _ = DISPLAYS["positions"].table([named, fresh])
+    assert headings == ["policy", "from token", "afresh", "compressed, max_age=3"]
+
 
 def test_a_text_of_one_stretch_is_refused():
     check_length(range(40), 20)

@@ -107,6 +107,11 @@ def test_a_model_without_layers():
     assert message.endswith("has no layers, so nothing can be bounded.")
 
 
+def test_a_name_in_the_policys_place(llama):
+    message = refused(PolicyConfigError, llama, "tova")
+    assert message == "'tova' isn't a policy; load_policy(name, …) gives one."
+
+
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"])
 def test_a_model_with_indexers_in_cache_lists(name):
     model = tiny_models.build(name)

@@ -288,5 +288,5 @@ def test_next_steps(here):
         f"  {Path(sys.executable).name} -m pip install -e '.[dev]'\n"
         "  pytest\n"
         "  velox check mine\n\n"
-        "The rule is in velox_mine/__init__.py: make it yours.\n"
+        "The rule is in velox_mine/__init__.py: make it yours, and its test with it.\n"
     )

@@ -29,7 +29,11 @@ def test_generate(short):
     said = generate(short, 80)
     assert "trained on 64. " in said
     assert "--option positions=compressed" in said
-    assert "trained on" not in generate(short, 80, "-o", "positions=compressed")
+    assert "--option max_age=32 lets" in said
+    anew = ("-o", "positions=compressed")
+    assert "its thread: --option max_age=32 lets" in generate(short, 80, *anew)
+    assert "trained on" not in generate(short, 80, *anew, "-o", "max_age=40")
+    assert "max_age" not in generate(short, 80, "--policy", "streaming")
     assert "trained on" not in generate(short, 50)
 
 

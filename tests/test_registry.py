@@ -278,6 +278,7 @@ def test_unknown_name(site):
     )
     assert "Did you mean 'fancy'?" in refused(UnknownPolicyError, "FANCY")
     assert "--option key=value" in refused(UnknownPolicyError, "fancy:n_sink=0")
+    assert "An option needs a value" in refused(UnknownPolicyError, "fancy:n_sink")
     assert "Did you mean 'velox-fancy:fancy'?" in refused(UnknownPolicyError, "velox-fanzy:fancy")
     assert "Installed: fancy." in refused(UnknownPolicyError, "other:fancy")
     with pytest.raises(LookupError):
@@ -463,7 +464,7 @@ def test_kinds_of_defaults_are_listed(site):
     install(site, "velox-a", "ay", code=spoil("window: int = 8", fields))
     assert "window=(required), more=…." in refused(PolicyConfigError, "ay", zzz=1)
     assert refused(PolicyConfigError, "ay") == (
-        "policy 'ay' (velox-a 1.0) needs the option 'window'."
+        "policy 'ay' (velox-a 1.0) needs the option 'window', window=…."
     )
 
 
@@ -514,6 +515,12 @@ def test_protectors_run_beside_the_policy(site):
     plugins = [impl.plugin for impl in policy.hooks().hook.protect.get_hookimpls()]
     assert pin in plugins
     assert policy in plugins
+
+
+def test_a_protector_without_its_list(site):
+    install(site, "velox-a", "ay")
+    message = refused(PolicyConfigError, "ay", protect=object())
+    assert message.endswith("isn't a list: [Pin(tokens=range(120))] is.")
 
 
 def test_protector_that_is_wrong(site):

@@ -126,7 +126,7 @@ def test_what_is_in_the_results_is_text():
 def test_lists_of_equals_are_shortened():
     from velox_core.evaluation.report import _shown
 
-    assert _shown([1024] * 30) == "1,024 (30 times)"
+    assert _shown([1024] * 30) == "1,024 each"
     assert _shown([0, 15, 29]) == "0, 15, 29"
     assert _shown("a") == "a"
 

@@ -113,6 +113,11 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
 
     # What it holds ---------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        seen = ", ".join(f"{n:,}" for n in self._tokens)
+        what = f"budget={self.budget}, tokens={seen}, policy={self.policy}"
+        return f"<{type(self).__name__} of layer {self.layer}: {what}>"
+
     def _set_offset(self) -> None:
         self.offset = mx.array(self._tokens) if self._merged else self._tokens[0]
 

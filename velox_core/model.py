@@ -55,6 +55,8 @@ def make_cache(model: Any, policy: Policy, *, lookback: int = 0) -> list[Any]:
         UnobservedAttentionError: the policy needs queries and the model's can't be observed.
         PolicyConfigError: a budget sequence of another length than the model's layers.
     """
+    if not isinstance(policy, Policy):
+        raise PolicyConfigError(f"{policy!r} isn't a policy; load_policy(name, …) gives one.")
     policy.hooks()
     if isinstance(lookback, bool) or not isinstance(lookback, int) or lookback < 0:
         raise PolicyConfigError(f"lookback={lookback!r} isn't allowed; 0 or more tokens are.")

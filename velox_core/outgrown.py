@@ -17,12 +17,18 @@ def trained_context(model: Any) -> int | None:
 
 def outgrown(model: Any, policy: Policy, tokens: int) -> str | None:
     """What to tell the user if a text of so many tokens went beyond the trained context with
-    absolute positions; None if it didn't."""
+    options that aren't made for that; None otherwise."""
     trained = trained_context(model)
-    if policy.positions != "absolute" or trained is None or tokens <= trained:
+    if trained is None or tokens <= trained:
+        return None
+    mends = []
+    if policy.positions == "absolute":
+        mends.append("--option positions=compressed numbers the kept rows anew")
+    if policy.max_age is None and policy.n_queries:
+        mends.append(f"--option max_age={max(trained // 2, 1)} lets go of old ones")
+    if not mends:
         return None
     return (
         f"The text has {tokens:,} tokens, and the model was trained on {trained:,}. Should it lose "
-        "its thread: --option positions=compressed numbers the kept rows anew, and "
-        f"--option max_age={max(trained // 2, 1)} lets go of old ones."
+        f"its thread: {', and '.join(mends)}."
     )

@@ -44,7 +44,7 @@ def _spans(tokens: Any) -> tuple[tuple[int, int], ...]:
     """Positions as ``(start, stop)`` pairs in order, none touching the next."""
     wrong = PolicyConfigError(
         f"Pin: tokens={tokens!r} isn't allowed; it must hold positions, whole numbers of at least "
-        "0, as range(0, 120) or [0, 1, 7]."
+        "0, or pairs of a first one and an end, as range(0, 120), [0, 1, 7] or [[0, 120]]."
     )
     if isinstance(tokens, str) or not isinstance(tokens, Iterable):
         raise wrong

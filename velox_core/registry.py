@@ -72,6 +72,8 @@ def load_policy(name: str, /, *, protect: Iterable[object] = (), **options: Any)
 
     entry = _find(name)
     policy = _make(entry, Policy, options)
+    if not isinstance(protect, Iterable) or isinstance(protect, str):
+        raise PolicyConfigError(f"protect={protect!r} isn't a list: [Pin(tokens=range(120))] is.")
     extras = tuple(protect)
     try:
         policy.hooks(extras)
@@ -174,8 +176,12 @@ def _unknown(name: str, policies: list[InstalledPolicy], group: str) -> str:
     if near:
         parts.append(f"Did you mean {near!r}?")
     parts.append(f"Installed: {', '.join(installed) or 'none'}.")
-    if "=" in name:
+    if "=" in name and group == GROUP:
         parts.append("Options don't belong to the name: --option key=value, or load_policy's own.")
+    elif "=" in name:
+        parts.append("""Options come in JSON, as in --protect 'pin:{"tokens": [[0, 120]]}'.""")
+    elif name.partition(":")[0] in installed:
+        parts.append("An option needs a value: key=value.")
     ours = near or name
     if ours in ours_too and ours not in installed:
         parts.append(
@@ -219,7 +225,7 @@ def _check_names(entry: InstalledPolicy, cls: type, given: Collection[str]) -> N
             raise PolicyConfigError(f"{entry} has no option {option!r}.{hint} It has: {has}.")
     for name, default in known.items():
         if default is attrs.NOTHING and name not in given:
-            raise PolicyConfigError(f"{entry} needs the option {name!r}.")
+            raise PolicyConfigError(f"{entry} needs the option {name!r}, {name}=….")
 
 
 def _default(value: object) -> str:

@@ -149,7 +149,7 @@ class Rows:
         group for ``"head"``.
 
         Args:
-            weights: ``[batch, query_heads, …]``
+            weights: ``[batch, query_heads, …]``; of KV heads, as rules over keys alone have, too.
 
         Returns:
             ``[batch, 1 or kv_heads, …]``

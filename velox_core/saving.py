@@ -51,6 +51,8 @@ def save_cache(
 
     target = os.path.realpath(path)  # a link stays one
     folder, name = os.path.split(target)
+    if not os.path.isdir(folder):
+        raise CacheFileError(f"The cache can't be written to {path}: there is no folder {folder}.")
     beside = os.path.join(folder, f".{name}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
     try:
         save_prompt_cache(beside, list(cache), entries)

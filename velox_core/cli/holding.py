@@ -26,11 +26,14 @@ def describe_cache(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows of a table that say what the cache holds."""
     rows = sorted(set(result["rows_kept"])) or [0]
     span = f"{rows[0]:,}" if len(rows) == 1 else f"{rows[0]:,} to {rows[-1]:,}"
-    kept, full = megabytes(result["kept_bytes"]), megabytes(result["full_bytes"])
+    size = megabytes(result["kept_bytes"])
+    if rows[0] < result["tokens_seen"]:  # else KVCache's spare room would be all the difference
+        full, ratio = megabytes(result["full_bytes"]), result["compression_ratio"]
+        size += f", against {full} without eviction ({ratio:.1f}x)"
     return [
         ("tokens seen", f"{result['tokens_seen']:,}"),
         ("rows kept", f"{span} a layer"),
-        ("cache", f"{kept}, against {full} without eviction ({result['compression_ratio']:.1f}x)"),
+        ("cache", size),
     ]
 
 

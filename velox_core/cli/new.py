@@ -96,7 +96,7 @@ def new(name: str, author: str | None) -> None:
         f"  {install}\n"
         f"  pytest\n"
         f"  velox check {names.policy}\n\n"
-        f"The rule is in {names.package}/__init__.py: make it yours."
+        f"The rule is in {names.package}/__init__.py: make it yours, and its test with it."
     )
 
 

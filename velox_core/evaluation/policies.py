@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import attrs
@@ -73,6 +74,11 @@ def parse_policies(text: str) -> list[PolicySpec]:
         if texts.count(twice) > 1:
             raise PolicyConfigError(f"the policy {twice} is named twice in {text!r}")
     return specs
+
+
+def unplaced(text: str) -> str:
+    """The policy of such a text without ``positions`` and ``max_age``."""
+    return re.sub(r"(?<=[:,])(positions|max_age)=[^,]*,?", "", text).rstrip(":,")
 
 
 def option_value(text: str) -> Any:

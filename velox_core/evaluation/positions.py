@@ -97,5 +97,5 @@ def check_length(tokens: Sequence[int], stretch: int) -> None:
     if len(tokens) < 2 * stretch:
         raise VeloxError(
             f"{len(tokens):,} tokens don't make two stretches of {stretch:,}: give a longer text, "
-            "or a shorter --stretch."
+            "more --tokens, or a shorter --stretch."
         )

@@ -83,6 +83,6 @@ def _shown(value: Any) -> str:
     """A setting for people: thousands apart, and a list of equals as one of them."""
     if isinstance(value, list):
         if len(value) > 1 and all(each == value[0] for each in value):
-            return f"{_shown(value[0])} ({len(value)} times)"
+            return f"{_shown(value[0])} each"
         return ", ".join(map(_shown, value))
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -102,7 +102,7 @@ def passkey(
         prompt = made[length, depth, trial]
         key = {**settings, **contender.settings, "length": length, "depth": depth, "trial": trial}
         return Unit(
-            str(contender),
+            f"{contender}, {length:,} tokens, {depth} % deep",
             prompt.cost,
             key,
             lambda said: recall(network, prompt, contender.make(), block, said),

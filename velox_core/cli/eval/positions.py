@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import click
 
 from ..loading import load_model
@@ -49,23 +50,23 @@ def positions(
     Beside each stretch stands its perplexity when the model starts afresh one stretch before it
     (with absolute positions): what it would be if no position were high.
 
-    A policy that names its positions (tova:positions=compressed) is read with those alone.
+    A policy that names its positions (tova:positions=compressed) is read with those alone, and
+    afresh without them and max_age.
     """
-    from ...evaluation.policies import parse_policies
+    from ...evaluation.policies import PolicySpec, parse_policies, unplaced
     from ...evaluation.positions import SCHEMES, Reading, check_length
     from ...evaluation.text import digest, first_tokens, read_text
-    from ...registry import load_policy
 
     specs = parse_policies(policies)
-    readings = {scheme: {"positions": scheme} for scheme in SCHEMES}
-    readings["afresh"] = {"positions": "absolute"}
-    loaded = [
-        (spec, way, load_policy(spec.name, budget=budget, **{**numbered, **spec.options}))
-        for spec in specs
-        for way, numbered in (
-            {str(spec.options["positions"]): {}} if "positions" in spec.options else readings
-        ).items()
-    ]
+    asked: dict[tuple[str, str], PolicySpec] = {}  # each reading once
+    for spec in specs:
+        named = "positions" in spec.options
+        for scheme in [spec.options["positions"]] if named else SCHEMES:
+            placed = attrs.evolve(spec, options={"positions": scheme, **spec.options})
+            asked[spec.text, str(scheme)] = placed
+        (fresh,) = parse_policies(unplaced(spec.text)) if named else [spec]
+        asked[fresh.text, "afresh"] = fresh
+    loaded = [(text, way, spec.load(budget)) for (text, way), spec in asked.items()]
     results, plot = open_results(out, plot, "positions")
     written = read_text(text)
 
@@ -83,10 +84,11 @@ def positions(
         "budget": budget,
     }
     units = []
-    for spec, way, policy in loaded:
+    for shown, way, policy in loaded:
         options = {name: value for name, value in policy.options().items() if name != "budget"}
         start = "afresh" if way == "afresh" else "running"
-        key = {**settings, "policy": spec.text, "options": options, "start": start}
+        key = {**settings, "policy": shown, "options": options, "start": start}
         reading = Reading(network, sequence, policy, block, stretch, start == "afresh")
-        units.append(Unit(f"{spec.text}, {way}", reading.cost, key, reading.measure))
+        what = shown if "positions=" in shown else f"{shown}, {way}"
+        units.append(Unit(what, reading.cost, key, reading.measure))
     show(measured(results, units), results, plot, as_json)

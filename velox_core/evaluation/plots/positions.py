@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from ..policies import unplaced
 from .display import Display, Record
 from .figure import COLOURS, INK, figure, styled
 
@@ -18,17 +18,18 @@ def _named(records: list[Record]) -> dict[str, dict[str, Record]]:
     """The newest readings by policy, each by its scheme or ``"afresh"``, and its max_age if any."""
     found: dict[str, dict[str, Record]] = {}
     for record in records:
-        options, asked = record["options"], str(record["policy"])
+        options = record["options"]
         name = "afresh" if record["start"] == "afresh" else options["positions"]
         if options.get("max_age") is not None:
             name += f", max_age={options['max_age']}"
-        policy = re.sub(r"(?<=[:,])(positions|max_age)=[^,]*,?", "", asked).rstrip(":,")
-        found.setdefault(policy, {})[name] = record
+        found.setdefault(unplaced(record["policy"]), {})[name] = record
     return found
 
 
 def _columns(found: dict[str, dict[str, Record]]) -> list[str]:
-    return list(dict.fromkeys([*COLUMNS, *(name for each in found.values() for name in each)]))
+    """The names of what there is, the usual ones first."""
+    names = dict.fromkeys(name for readings in found.values() for name in readings)
+    return [name for name in COLUMNS if name in names] + [n for n in names if n not in COLUMNS]
 
 
 def table(records: list[Record]) -> tuple[list[str], list[list[str]]]:
@@ -73,7 +74,8 @@ def plot(records: list[Record]) -> Figure:
     names = _columns(found)
     across = min(len(found), 2)
     down = -(-len(found) // across)
-    made, grid = figure(down, across, (4.5 * across, 3.2 * down + 0.4), sharex=True, sharey=True)
+    size = (7.0 if across == 1 else 9.0, 3.2 * down + 0.4)
+    made, grid = figure(down, across, size, sharex=True, sharey=True)
     drawn, lowest, highest = {}, [], []
     for axes, (policy, readings) in zip(grid.flat, found.items(), strict=False):
         for name, record in readings.items():

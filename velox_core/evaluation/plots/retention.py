@@ -43,7 +43,7 @@ def plot(records: list[Record]) -> Figure:
     for axes, layer in zip(grid[0], layers, strict=True):
         axes.set_title(f"layer {layer}")
     made.supxlabel("token", fontsize="medium")
-    made.supylabel("step", fontsize="medium")
+    made.supylabel("tokens read", fontsize="medium")
     return made
 
 
