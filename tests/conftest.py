@@ -1,6 +1,7 @@
 """What all tests share: markers, hypothesis's settings, a policy that uses all there is, and tiny
 models in folders."""
 
+import signal
 from typing import ClassVar
 
 import attrs
@@ -22,6 +23,8 @@ settings.load_profile("velox")
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "wheels: builds wheels and installs them (some minutes)")
     config.addinivalue_line("markers", "smollm2: runs SmolLM2-135M (a minute)")
 
