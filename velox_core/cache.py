@@ -119,7 +119,8 @@ class VeloxCache(Trimmable):
         once and evaluated along with the output: left to the next step, the scoring would still
         hold the weights, and the keys when that step writes a row among them: MLX would copy all.
         """
-        if self._n_new and self._seen is not None and not self.policy.slack:
+        waits = self.policy.slack and self._last == 1  # the next token may join this block
+        if self._n_new and self._seen is not None and not waits:
             self._chosen = self._choose()
             chosen = [array for array in self._chosen if array is not None]
             if chosen:
