@@ -17,12 +17,12 @@ from .measuring import (
     Unit,
     budget_option,
     measured,
-    model_option,
     number_option,
     open_results,
     output_options,
     policies_option,
 )
+from .options import model_option
 from .output import console, table
 
 MEASURES = ("speed", "context", "batch", "hooks", "import")

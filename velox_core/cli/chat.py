@@ -12,6 +12,7 @@ import click
 from .generate import progress
 from .holding import describe_cache, held
 from .loading import load_model, parse_options
+from .options import model_option, policy_options, sampling_options
 from .output import console, table
 from .pinning import before_message, protectors
 from .terminal import ctrl_c, lines
@@ -28,35 +29,12 @@ Ctrl-C ends a reply."""
 
 
 @click.command()
-@click.option("--model", required=True, help="A model's folder, or its name on the model hub.")
-@click.option("--policy", "name", required=True, help="The eviction policy; see `velox policies`.")
-@click.option("--budget", type=int, help="Rows that each layer keeps [default: the policy's].")
-@click.option(
-    "--option",
-    "-o",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Any option of the policy; repeatable. Values are JSON, or else taken as text.",
-)
+@model_option
+@policy_options
 @click.option("--system", help="A system prompt.")
 @click.option("--pin-system", is_flag=True, help="Never evict what comes before the first message.")
-@click.option(
-    "--protect",
-    multiple=True,
-    metavar="NAME[:{…}]",
-    help="A protector beside the policy, with options in JSON; see `velox policies --protectors`.",
-)
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=512, show_default=True)
-@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
-@click.option("--seed", type=int, help="Seed of the sampling.")
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(1),
-    default=2048,
-    show_default=True,
-    help="Tokens of the prompt that are read at once; rows are evicted between.",
-)
+@sampling_options
 def chat(
     model: str,
     name: str,

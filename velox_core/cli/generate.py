@@ -14,44 +14,22 @@ import click
 
 from .holding import describe_cache, held, megabytes
 from .loading import load_model, parse_options
+from .options import model_option, policy_options, sampling_options
 from .output import console, table
 from .pinning import before_message, protectors
 
 
 @click.command()
-@click.option("--model", required=True, help="A model's folder, or its name on the model hub.")
-@click.option("--policy", "name", required=True, help="The eviction policy; see `velox policies`.")
-@click.option("--budget", type=int, help="Rows that each layer keeps [default: the policy's].")
-@click.option(
-    "--option",
-    "-o",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Any option of the policy; repeatable. Values are JSON, or else taken as text.",
-)
+@model_option
+@policy_options
 @click.option("--prompt", "-p", help="The prompt.")
 @click.option("--prompt-file", "-f", help="A UTF-8 file with the prompt, or - for standard input.")
 @click.argument("stdin", required=False, metavar="[-]", type=click.Choice(["-"]))
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--temp", type=click.FloatRange(0), default=0.0, show_default=True)
-@click.option("--seed", type=int, help="Seed of the sampling.")
+@sampling_options
 @click.option("--system", help="A system prompt, which comes before the prompt.")
 @click.option("--pin-system", is_flag=True, help="Never evict what comes before the prompt.")
-@click.option(
-    "--protect",
-    multiple=True,
-    metavar="NAME[:{…}]",
-    help="A protector beside the policy, with options in JSON; see `velox policies --protectors`.",
-)
 @click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(1),
-    default=2048,
-    show_default=True,
-    help="Tokens of the prompt that are read at once; rows are evicted between.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead.")
 def generate(
     model: str,

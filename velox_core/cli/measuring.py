@@ -35,9 +35,6 @@ class Numbers(click.ParamType[tuple[int, ...]]):
         return tuple(dict.fromkeys(numbers))
 
 
-model_option = click.option(
-    "--model", required=True, help="A model's folder, or its name on the model hub."
-)
 policies_option = click.option(
     "--policies",
     default="all",

@@ -15,12 +15,12 @@ from ..measuring import (
     block_option,
     budgets_option,
     measured,
-    model_option,
     open_results,
     output_options,
     policies_option,
     show,
 )
+from ..options import model_option
 
 
 @click.command()

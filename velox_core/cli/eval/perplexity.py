@@ -12,13 +12,13 @@ from ..measuring import (
     block_option,
     budgets_option,
     measured,
-    model_option,
     open_results,
     output_options,
     policies_option,
     show,
     text_option,
 )
+from ..options import model_option
 
 
 @click.command()

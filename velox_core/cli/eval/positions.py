@@ -13,7 +13,6 @@ from ..measuring import (
     block_option,
     budget_option,
     measured,
-    model_option,
     number_option,
     open_results,
     output_options,
@@ -22,6 +21,7 @@ from ..measuring import (
     text_option,
     tokens_option,
 )
+from ..options import model_option
 
 
 @click.command()

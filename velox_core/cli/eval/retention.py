@@ -14,7 +14,6 @@ from ..measuring import (
     Unit,
     budget_option,
     measured,
-    model_option,
     number_option,
     open_results,
     output_options,
@@ -23,6 +22,7 @@ from ..measuring import (
     text_option,
     tokens_option,
 )
+from ..options import model_option
 
 
 class Layers(Numbers):
