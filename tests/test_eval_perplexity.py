@@ -15,7 +15,7 @@ import tiny_models
 from click.testing import CliRunner
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from velox_core import PolicyConfigError, UnknownPolicyError, VeloxError
+from velox_core import PolicyConfigError, UnknownPolicyError, VeloxError, load_policy, make_cache
 from velox_core.cli import main
 from velox_core.evaluation import perplexity as measures
 from velox_core.evaluation.perplexity import (
@@ -66,6 +66,20 @@ def evaluate(folder, text, *args):
 
 
 # The measure
+
+
+def test_slack_is_measured(model):
+    """Reading token by token is decoding: nothing settles a block that slack lets grow."""
+    tokens = [ord(letter) for letter in TEXT[:60]]
+    found = {}
+    for slack in (0, 6):
+        policy = load_policy("tova", budget=12, slack=slack)
+        cache = make_cache(model, policy)
+        logits = [model(mx.array([[token]]), cache=cache)[0] for token in tokens[:-1]]
+        wanted = token_nll(mx.concatenate(logits), mx.array(tokens[1:]))
+        found[slack] = stream_nll(model, tokens, make_cache(model, policy), 1, 1)
+        assert mx.allclose(found[slack], wanted, rtol=1e-4)
+    assert not mx.allclose(found[0], found[6], rtol=1e-3)
 
 
 @pytest.mark.parametrize(("block", "first"), [(1, 1), (7, 1), (64, 1), (8, 8), (8, 9), (5, 49)])

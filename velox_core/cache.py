@@ -51,7 +51,7 @@ class VeloxCache(Trimmable):
         positions = self._block_positions(keys, fresh)
         if self._n_new:  # a block that goes on growing
             self._earlier.append(self._seen)
-            self._seen = None
+            self._seen = self._chosen = None
             self._forget_numbers()
         self._n_new, self._fresh = self._n_new + n, _add(self._fresh, fresh)
         if self._coming is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from ..cache import VeloxCache
 from ..model import make_cache
 from .policies import PolicySpec
 
@@ -27,6 +28,15 @@ def rotating(model: Any, budget: int) -> list[Any]:
     return [
         RotatingKVCache(budget, keep=SINKS) if type(cache) is KVCache else cache
         for cache in full(model)
+    ]
+
+
+def held(cache: list[Any]) -> list[Any]:
+    """All that the caches hold, to be evaluated. Reading a ``VeloxCache``'s state would settle its
+    newest block, which ends its ``slack``."""
+    return [
+        (layer.keys, layer.values) if isinstance(layer, VeloxCache) else layer.state
+        for layer in cache
     ]
 
 

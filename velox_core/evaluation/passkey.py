@@ -35,6 +35,7 @@ import attrs
 import mlx.core as mx
 
 from ..errors import VeloxError
+from .caches import held
 from .perplexity import token_nll
 
 FILLER = (
@@ -146,7 +147,7 @@ def recall(
         step = model(tokens[None, start:stop], cache=cache)
         if start >= last:
             logits.append(step[0])
-        mx.eval(logits[-1:], [layer.state for layer in cache])
+        mx.eval(logits[-1:], held(cache))
         if progress is not None:
             progress(stop - start)
     foretold, answer = mx.concatenate(logits), tokens[last + 1 :]

@@ -23,7 +23,7 @@ import attrs
 import mlx.core as mx
 
 from ..errors import VeloxError
-from .caches import Contender, contenders, full
+from .caches import Contender, contenders, full, held
 from .policies import PolicySpec
 
 Progress = Callable[[int], object]
@@ -126,7 +126,7 @@ def stream_nll(
     for start in range(0, len(tokens) - 1, block):
         stop = min(start + block, len(tokens) - 1)
         scored += block_nll(model, sequence, cache, start, stop, first_scored)
-        mx.eval(scored[-1:], [layer.state for layer in cache])
+        mx.eval(scored[-1:], held(cache))
         if progress is not None:
             progress(stop - start)
     return mx.concatenate(scored)
