@@ -10,10 +10,7 @@ from mlx_lm.models import cache as mlx_cache
 from . import storage
 from .description import describe, restore
 from .policy import Policy
-from .rows import Attended
-
-_LATEST = 2**31 - 1
-
+from .rows import LATEST, Attended
 
 #: Attributes that are arrays with the sequences on their first axis.
 ARRAYS = ("keys", "values", "_positions", "_scores", "_window", "_window_positions")
@@ -103,7 +100,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         assert self._positions is not None
         positions = self._positions[..., : self._rows]
         self._rows -= gone.shape[-1]
-        stays_last = mx.put_along_axis(positions, gone, mx.array(_LATEST), axis=-1)
+        stays_last = mx.put_along_axis(positions, gone, mx.array(LATEST), axis=-1)
         keep = mx.argsort(stays_last, axis=-1)[..., : self._rows]
         self._positions = storage.take(positions, keep)
         self.keys = storage.take(self.keys, keep)

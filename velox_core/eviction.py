@@ -12,12 +12,11 @@ import mlx.core as mx
 from .errors import PolicyHookError
 from .hooks import origin
 from .policy import Policy
-from .rows import Attended, Rows
+from .rows import LATEST, Attended, Rows
 
 _SEEN = [field.name for field in attrs.fields(Attended)]
 _REST = [field.name for field in attrs.fields(Rows) if field.name != "attended"]
 _OLD: float = mx.finfo(mx.float32).min  # the score of a row that is too old; of empty ones -inf
-_FOREVER = 2**31 - 1
 _take_seen, _take_rest = attrgetter(*_SEEN), attrgetter(*_REST)
 
 
@@ -89,7 +88,7 @@ def choose_rows(policy: Policy, rows: Rows, scores: mx.array, count: int) -> mx.
         _check(owner, "protect", claim, shape, (mx.bool_,))
         protected = protected | claim
     if policy.max_age is not None:
-        too_old = rows.newest - rows.positions > min(policy.max_age, _FOREVER)
+        too_old = rows.newest - rows.positions > min(policy.max_age, LATEST)
         others = mx.where(scores > _OLD / 2, scores, _OLD / 2)  # -inf and NaN are above it, too
         scores = mx.where(too_old, _OLD, others)
     if rows.padded:

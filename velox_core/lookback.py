@@ -21,9 +21,7 @@ from .contents import ARRAYS
 from .errors import UnobservedAttentionError, UnsupportedModelError, VeloxError
 from .eviction import choose_rows, score_rows
 from .policy import Policy
-from .rows import Attended, Rows, for_heads
-
-_LATEST = 2**31 - 1
+from .rows import LATEST, Attended, Rows, for_heads
 
 
 @attrs.define(eq=False)
@@ -197,7 +195,7 @@ class LookbackCache(VeloxCache):
         oldest = self._past[0]
         dead = oldest.rows - oldest.held
         places = mx.broadcast_to(mx.arange(oldest.rows), oldest.positions.shape)
-        alive = mx.argsort(mx.where(oldest.positions < 0, _LATEST, places), axis=-1)
+        alive = mx.argsort(mx.where(oldest.positions < 0, LATEST, places), axis=-1)
         newer = mx.arange(oldest.rows, self._rows, dtype=alive.dtype)
         newer = mx.broadcast_to(newer, (*alive.shape[:2], newer.size))
         keep = mx.concatenate([alive[..., : oldest.held], newer], axis=-1)

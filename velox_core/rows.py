@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .errors import PolicyHookError
 
-_LAST = 2**31 - 1
+LATEST = 2**31 - 1  # no position is higher
 _SLICE = 256  # queries whose attention `received` holds at once
 
 
@@ -220,7 +220,7 @@ def lowest(scores: mx.array, positions: mx.array, count: int) -> mx.array:
     """
     if count == 1:  # each decode step: no sort
         least = scores.min(axis=-1, keepdims=True)
-        return mx.argmin(mx.where(scores <= least, positions, _LAST), axis=-1, keepdims=True)
+        return mx.argmin(mx.where(scores <= least, positions, LATEST), axis=-1, keepdims=True)
     by_age = mx.argsort(positions, axis=-1)
     order = mx.argsort(mx.take_along_axis(scores, by_age, axis=-1), axis=-1)  # stable
     return mx.take_along_axis(by_age, order[..., :count], axis=-1)

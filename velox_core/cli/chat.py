@@ -98,8 +98,8 @@ def chat(
                     if stopped():
                         break
             click.echo()
-            warning = outgrown(network, talk.policy, talk.tokens_seen)
-            if warning and not warned:
+            warning = None if warned else outgrown(network, talk.policy, talk.tokens_seen)
+            if warning:
                 click.echo(warning, err=True)
                 warned = True
 

@@ -165,9 +165,9 @@ def truncated_nll(
             cut = start - budget + opening
             kept = mx.concatenate([sequence[:opening], sequence[cut:start]])
             model(kept[None], cache=cache)
-            mx.eval([layer.state for layer in cache])
+            mx.eval(held(cache))
         scored += block_nll(model, sequence, cache, start, stop, first_scored)
-        mx.eval(scored[-1:], [layer.state for layer in cache])
+        mx.eval(scored[-1:], held(cache))
         if progress is not None:
             progress(before + stop - start)
     return mx.concatenate(scored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import click
@@ -22,6 +23,9 @@ from ..measuring import (
     tokens_option,
 )
 from ..options import model_option
+
+if TYPE_CHECKING:
+    from ...policy import Policy
 
 
 @click.command()
@@ -53,20 +57,19 @@ def positions(
     A policy that names its positions (tova:positions=compressed) is read with those alone, and
     afresh without them and max_age.
     """
-    from ...evaluation.policies import PolicySpec, parse_policies, unplaced
+    from ...evaluation.policies import parse_policies, unplaced
     from ...evaluation.positions import SCHEMES, Reading, check_length
     from ...evaluation.text import digest, first_tokens, read_text
 
     specs = parse_policies(policies)
-    asked: dict[tuple[str, str], PolicySpec] = {}  # each reading once
+    asked: dict[tuple[str, str], Policy] = {}  # each reading once
     for spec in specs:
         named = "positions" in spec.options
         for scheme in [spec.options["positions"]] if named else SCHEMES:
             placed = attrs.evolve(spec, options={"positions": scheme, **spec.options})
-            asked[spec.text, str(scheme)] = placed
+            asked[spec.text, str(scheme)] = placed.load(budget)
         (fresh,) = parse_policies(unplaced(spec.text)) if named else [spec]
-        asked[fresh.text, "afresh"] = fresh
-    loaded = [(text, way, spec.load(budget)) for (text, way), spec in asked.items()]
+        asked[fresh.text, "afresh"] = fresh.load(budget)
     results, plot = open_results(out, plot, "positions")
     written = read_text(text)
 
@@ -84,7 +87,7 @@ def positions(
         "budget": budget,
     }
     units = []
-    for shown, way, policy in loaded:
+    for (shown, way), policy in asked.items():
         options = {name: value for name, value in policy.options().items() if name != "budget"}
         start = "afresh" if way == "afresh" else "running"
         key = {**settings, "policy": shown, "options": options, "start": start}
