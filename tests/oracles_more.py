@@ -5,6 +5,7 @@ float64, as slowly and plainly as it can, and says after each block which positi
 Below them is what feeds the same tokens to a cache, with no model around it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -107,14 +108,23 @@ class H2O(Choice):
 
 
 class MorphKV(Choice):
-    """Older rows by the fused attention of the window's queries, beside the window."""
+    """Older rows by the fused attention of the window's queries, beside the window. What each
+    query attended to counts as it came; the window is made of groups of queries, the newest of
+    which may still grow, and the oldest leaves whole."""
 
     def __init__(self, *stream, window: int, fusion: str) -> None:
         super().__init__(*stream)
         self.window, self.fusion = window, fusion
+        self.notes: dict[int, dict[int, float]] = {}  # what each query attended to
+
+    def attended(self, new: list[int]) -> None:
+        self.notes |= {query: self.weights(query) for query in new}
 
     def cut(self) -> list[int]:
-        seen = [self.weights(q) for q in range(max(self.seen - self.window, 0), self.seen)]
+        size = math.ceil(self.window / 8)
+        groups = self.window // size
+        oldest = max(((self.seen - 1) // size - groups + 1) * size, 0)
+        seen = [self.notes[query] for query in range(oldest, self.seen)]
         fuse = {"sum": sum, "max": max, "mean": lambda weights: sum(weights) / len(weights)}
         scores = {
             row: fuse[self.fusion]([weights.get(row, 0.0) for weights in seen]) for row in self.held

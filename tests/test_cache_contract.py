@@ -330,6 +330,17 @@ def test_score_is_checked_where_no_row_has_to_go():
     assert "`score` gave None" in message
 
 
+def test_parts_of_scores_of_another_shape_or_type():
+    one = give(lambda rows: mx.zeros(rows.positions.shape))
+    message = told("score", one, score_parts=3)
+    assert "`score` gave shape (1, 1, 12)" in message
+    assert "it must give an mx.array of shape (1, 1, 12, 3)" in message
+    parts = give(lambda rows: mx.zeros((*rows.positions.shape, 3)))
+    message = told("score", parts, score_parts=3, fuse=lambda self, parts: parts)
+    assert "`fuse` gave shape (1, 1, 12, 3)" in message
+    assert "it must give an mx.array of shape (1, 1, 12) and type mlx.core.float32" in message
+
+
 def test_protect_gives_something_wrong():
     message = told("protect", give(lambda rows: mx.zeros((1, 1, 12))))
     assert "`protect` gave shape (1, 1, 12) and type mlx.core.float32; it must give" in message

@@ -6,13 +6,14 @@ import mlx.core as mx
 import numpy as np
 import oracles_more as oracles
 import pytest
+import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles_more import SCOPES, STREAMS, Stream, feed, random_stream, run
 from velox_morphkv import MorphKV
 from velox_tova import TOVA
 
-from velox_core import PolicyConfigError, VeloxCache, load_policy
+from velox_core import PolicyConfigError, VeloxCache, load_policy, make_cache
 from velox_core.rows import Attended
 
 
@@ -40,6 +41,19 @@ def test_keeps_the_rows_that_the_oracle_keeps(stream, room, fusion, scope, look)
     policy = MorphKV(**room, fusion=fusion, scope=scope)
     oracle = partial(oracles.MorphKV, window=room["window"], fusion=fusion)
     oracles.check(policy, stream, oracle, look)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    block=st.integers(30, 60),
+    window=st.integers(9, 24),
+    fusion=st.sampled_from(["sum", "max"]),
+)
+def test_of_a_long_block_no_query_before_the_window_counts(seed, block, window, fusion):
+    stream = random_stream(seed, 1, 1, 2, [block, 1, 1, block], mx.float32)
+    policy = MorphKV(budget=25, window=window, n_sink=0, fusion=fusion)
+    oracles.check(policy, stream, partial(oracles.MorphKV, window=window, fusion=fusion), 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,3 +154,20 @@ def test_of_a_long_block_only_the_window_is_held():
     mx.eval(cache.state[:6])
     del rows, queries
     assert mx.get_active_memory() - before < 2 * cache.nbytes
+
+
+def test_latent_attention_needs_no_older_queries():
+    # The keys attended with aren't those stored, so an older query couldn't be scored again.
+    model = tiny_models.build("deepseek_v3")
+    tokens = np.random.default_rng(3).integers(1, tiny_models.VOCAB, 60).tolist()
+    options = {"budget": 16, "n_sink": 0, "scope": "layer"}
+    policies = {None: TOVA(**options)}
+    policies |= {window: MorphKV(window=window, **options) for window in (1, 6)}
+    rows = {}
+    for window, policy in policies.items():
+        cache = make_cache(model, policy)
+        for block in (tokens[:30], *[[token] for token in tokens[30:]]):
+            model(mx.array([block]), cache=cache)
+        rows[window] = [np.sort(layer.positions)[0, 0].tolist() for layer in cache]
+    assert rows[None] == rows[1] != rows[6]
+    assert all(layer[-6:] == list(range(54, 60)) for layer in rows[6])

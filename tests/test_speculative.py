@@ -99,8 +99,12 @@ def in_order(cache):
         return [np.zeros(0)] * 6
     order = mx.argsort(positions, axis=-1)
     by_time = [mx.take_along_axis(positions, order, axis=-1)]
-    by_time += [mx.take_along_axis(rows, order[..., None], axis=2) for rows in (keys, values)]
-    by_time.append(order if scores is None else mx.take_along_axis(scores, order, axis=-1))
+    for rows in (keys, values, scores):
+        if rows is None:
+            by_time.append(order)
+        else:
+            index = order.reshape(*order.shape, *[1] * (rows.ndim - 3))
+            by_time.append(mx.take_along_axis(rows, index, axis=2))
     parts = (*by_time, *window)
     return [np.zeros(0) if part is None or not part.size else np.array(part) for part in parts]
 

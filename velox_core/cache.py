@@ -160,8 +160,8 @@ class VeloxCache(Trimmable):
         """The new scores; of a sequence that the block had only padding for, those it had."""
         if min(self._fresh) or self._scores is None:
             return scores
-        came = mx.array(self._fresh)[:, None, None] > 0
-        return mx.where(came, scores, self._scores[..., : self._rows])
+        came = mx.array(self._fresh).reshape(-1, *[1] * (scores.ndim - 1)) > 0
+        return mx.where(came, scores, self._scores[:, :, : self._rows])
 
     def _latest(self) -> tuple[Attended | None, mx.array]:
         """What the policy's latest queries attended with, and their positions."""
@@ -190,12 +190,15 @@ class VeloxCache(Trimmable):
         seen, query_positions = self._latest()
         if self.renumbers and seen is not None:
             seen = attrs.evolve(seen, queries=self._turned(seen.queries, query_positions))
-        scores = mx.zeros(positions.shape) if self._scores is None else self._scores
+        if self._scores is None:
+            scores = mx.zeros(self.policy.score_shape(positions.shape))
+        else:
+            scores = storage.first(self._scores, self._rows)
         return Rows(
             keys=keys,
             values=values,
             positions=positions,
-            scores=storage.first(scores, self._rows),
+            scores=scores,
             query_positions=query_positions,
             newest=mx.array([[[seen - 1]] for seen in self._tokens], dtype=mx.int32),
             n_new=self._n_new,

@@ -28,7 +28,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self.keys: Any = None  # [batch, kv_heads, capacity, head_dim]
         self.values: Any = None
         self._positions: mx.array | None = None  # [batch, kv_heads or 1, capacity]; -1 is empty
-        self._scores: mx.array | None = None  # the same shape; None unless policy.every_step
+        self._scores: mx.array | None = None  # as `score` gives them, if every_step
         self._window: mx.array | None = None  # the latest queries before the newest block
         self._window_positions: mx.array | None = None
         self._rows = 0  # rows in use of the capacity
@@ -73,7 +73,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._rows += self._last
         self._positions = storage.write(self._positions, positions, start, limit)
         if self.policy.every_step:
-            nothing = mx.zeros(positions.shape, mx.float32)
+            nothing = mx.zeros(self.policy.score_shape(positions.shape))
             self._scores = storage.write(self._scores, nothing, start, limit)
         self.keys, self.values = storage.tie(
             storage.write(self.keys, self._stored(keys), start, limit),
@@ -88,7 +88,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         new = [self._stored(keys), self._stored(values), positions]
         if self._scores is not None:
             rows.append(self._scores)
-            new.append(mx.zeros(positions.shape))
+            new.append(mx.zeros(self.policy.score_shape(positions.shape)))
         written = storage.put_all(rows, new, hole, [self._window, self._window_positions])
         self.keys, self.values, self._positions, *scores = written
         self._scores = scores[0] if scores else None

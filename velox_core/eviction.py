@@ -66,7 +66,7 @@ def score_rows(policy: Policy, rows: Rows) -> mx.array:
         PolicyHookError: it gave nothing, another shape, or another type.
     """
     scores = policy.hooks().hook.score(rows=rows)
-    _check(policy, "score", scores, rows.positions.shape, (mx.float32,))
+    _check(policy, "score", scores, policy.score_shape(rows.positions.shape), (mx.float32,))
     return scores  # type: ignore[no-any-return]
 
 
@@ -74,10 +74,14 @@ def choose_rows(policy: Policy, rows: Rows, scores: mx.array, count: int) -> mx.
     """Indices of the ``count`` rows to go, ``[batch, heads or 1, count]``.
 
     Raises:
-        PolicyHookError: ``protect`` or ``evict`` gave nothing, another shape, or another type.
+        PolicyHookError: ``fuse``, ``protect`` or ``evict`` gave nothing, another shape, or
+            another type.
     """
     hook = policy.hooks().hook
     shape = rows.positions.shape
+    if policy.score_parts:
+        scores = policy.fuse(scores)
+        _check(policy, "fuse", scores, shape, (mx.float32,))
     protected = rows.positions == rows.newest
     claims = hook.protect(rows=rows)  # by the last one registered first, and without None
     owners = [impl.plugin for impl in hook.protect.get_hookimpls()[::-1] if not impl.wrapper]

@@ -34,7 +34,8 @@ class EvictionPolicy:
 
         Called once a block, after the model attended to it, when rows must go (or after every
         block where the policy sets ``every_step``; what it returns then comes back next time as
-        ``rows.scores``).
+        ``rows.scores``). Where the policy sets ``score_parts``, ``[batch, heads or 1, rows,
+        parts]``, of which ``Policy.fuse`` makes one number a row.
         """
         raise NotImplementedError
 

@@ -142,7 +142,8 @@ class LookbackCache(VeloxCache):
         if over or self.policy.every_step:
             scores = score_rows(self.policy, rows)
             if self.policy.every_step:
-                self._scores = mx.where(rows.positions < 0, 0, scores)  # tokens to come have none
+                empty = rows.positions < 0  # tokens to come have none
+                self._scores = mx.where(empty[..., None] if scores.ndim > 3 else empty, 0, scores)
             if over:
                 # Rows marked before, and tokens to come, are empty: they go first, once more.
                 gone = choose_rows(self.policy, rows, scores, self._rows - self.budget)
@@ -178,7 +179,7 @@ class LookbackCache(VeloxCache):
             rows=rows,
             held=self._held[0],
             positions=positions[..., :rows],
-            scores=None if scores is None else scores[..., :rows],
+            scores=None if scores is None else scores[:, :, :rows],
             window=self._window,
             window_positions=self._window_positions,
         )

@@ -84,6 +84,10 @@ class Policy:
     n_queries: ClassVar[int] = 0
     #: Whether ``score`` must run after every block, and not only when rows must go.
     every_step: ClassVar[bool] = False
+    #: Where a row's score is made of parts that are remembered one by one: how many. ``score``
+    #: then gives ``[batch, heads or 1, rows, parts]``, and ``fuse`` makes one number of them.
+    #: 0: a score is one number.
+    score_parts: ClassVar[int] = 0
     #: Whether what the hooks build depends on nothing but ``rows`` and the options: no random
     #: numbers, no counting, no printing. Decoding is quicker then, as it can be replayed.
     pure: ClassVar[bool] = False
@@ -116,6 +120,21 @@ class Policy:
     def protect(self, rows: Rows) -> mx.array:
         """The sinks stay."""
         return rows.positions < self.n_sink
+
+    def fuse(self, parts: mx.array) -> mx.array:
+        """A row's score from its parts, with ``score_parts``: their sum.
+
+        Args:
+            parts: ``[batch, heads or 1, rows, parts]`` float32
+
+        Returns:
+            ``[batch, heads or 1, rows]`` float32
+        """
+        return parts.sum(axis=-1)
+
+    def score_shape(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what ``score`` gives for rows of this shape."""
+        return (*rows, self.score_parts) if self.score_parts else tuple(rows)
 
     def reserved(self, budget: int) -> dict[str, int]:
         """Rows of ``budget`` that ``protect`` may claim, by name; the newest row comes on top."""

@@ -57,6 +57,7 @@ class Rows:
     positions: mx.array
     #: ``[batch, heads or 1, rows]`` float32: for a policy with ``every_step``, what ``score``
     #: returned last time, moved along with the rows, 0 for rows that weren't there yet; else 0.
+    #: With ``score_parts``, ``[batch, heads or 1, rows, parts]``.
     scores: mx.array
     #: ``[batch or 1, n]`` int32: the queries' positions; -1 is no query.
     query_positions: mx.array

@@ -27,7 +27,8 @@ def example_rows(
         values: ``[batch, kv_heads, rows, value_dim]``. Default the keys.
         queries: ``[batch, query_heads, n, head_dim]``, those of the newest ``n`` rows, which are
             then the newest block. Default none, and a block of one.
-        scores: ``[batch, heads or 1, rows]``, what ``score`` gave last time. Default zeros.
+        scores: ``[batch, heads or 1, rows]``, what ``score`` gave last time (with ``score_parts``
+            ``[…, rows, parts]``). Default zeros.
         scope: the policy's. Default ``"layer"``.
         budget: rows to keep. Default one less than there are.
         layer: index of the layer. Default 0.

@@ -45,15 +45,17 @@ def padded(trial: Trial, policy: Policy, steps: int) -> None:
 def all_finite(scoring: Scoring) -> None:
     """Fail unless each row has a finite score."""
     rows = scoring.rows
-    wrong = ~mx.isfinite(scoring.scores) & (rows.positions >= 0)
-    n = number(wrong.sum())
+    scores = scoring.scores.reshape(*rows.positions.shape, -1)  # its parts, or itself
+    wrong = ~mx.isfinite(scores) & (rows.positions >= 0)[..., None]
+    n = number(wrong.any(axis=-1).sum())
     if n:
         first = number(mx.argmax(wrong.flatten()))
+        position = rows.positions.flatten()[first // scores.shape[-1]].item()
         raise CheckFailed(
             "`score` gives a finite number for each row",
-            f"{scoring.scores.flatten()[first].item()} for {n} of {rows.positions.size} rows, "
-            f"first for that of position {rows.positions.flatten()[first].item()}, after a block "
-            f"of {rows.n_new} (scope={rows.scope!r}, {rows.keys.dtype})",
+            f"{scores.flatten()[first].item()} for {n} of {rows.positions.size} rows, "
+            f"first for that of position {position}, after a block of "
+            f"{rows.n_new} (scope={rows.scope!r}, {rows.keys.dtype})",
         )
 
 

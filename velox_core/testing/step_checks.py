@@ -110,7 +110,8 @@ def _call(hook: Any, rows: Rows) -> Any:
 
 def _call_evict(hook: Any, count: int, rows: Rows) -> Any:
     protected = rows.positions == rows.newest
-    return hook(rows=rows, scores=rows.scores, protected=protected, count=count)
+    scores = mx.zeros(rows.positions.shape)
+    return hook(rows=rows, scores=scores, protected=protected, count=count)
 
 
 waiting = Check(

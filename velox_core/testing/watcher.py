@@ -96,7 +96,7 @@ class Watcher:
     @hookimpl(wrapper=True)
     def score(self, rows: Rows) -> Generator[None, mx.array, mx.array]:
         scores = yield
-        if isinstance(scores, mx.array) and scores.shape == rows.positions.shape:
+        if isinstance(scores, mx.array) and scores.shape == rows.scores.shape:
             self.scorings.append(Scoring(rows, scores))
         return scores
 

@@ -11,22 +11,26 @@ from velox_core import Policy, Rows, at_least, hookimpl, one_of
 
 __all__ = ["MorphKV"]
 
+PARTS = 8  # that the window is counted in, at most
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class MorphKV(Policy):
     """Keep the rows that the last few queries attend to most, together.
 
-    The newest ``window`` tokens always stay. Their queries are kept too, and when a row must go,
-    each attends anew to all rows that are held; the weights that a row gets are fused into one
-    score, and the older row with the lowest goes. Several queries don't err all at once as one
-    may, and old ones don't count, so the choice follows the text where it turns.
+    The newest ``window`` tokens always stay. What their queries attended to is remembered with
+    each row and fused into one score, and when a row must go, the older row with the lowest does.
+    Several queries don't err all at once as one may, and old ones don't count, so the choice
+    follows the text where it turns.
 
     Paper: Ghadia, Kumar, Jain, Nair, Das, "Dialogue Without Limits: Constant-Sized KV Caches for
     Extended Responses in LLMs", arXiv 2503.00979. Official code: github.com/ghadiaravi13/MorphKV.
 
     Args:
         budget: rows a layer keeps, or one number a layer. Default 512.
-        window: how many of the latest queries score, and of the newest rows stay. Default 32.
+        window: how many of the latest queries score, and of the newest rows stay. Default 32. It
+            is counted in at most 8 parts, the oldest of which leaves whole: of 32 queries 29 to
+            32 score, of up to 8 all.
         fusion: ``"sum"`` (default), ``"max"`` or ``"mean"`` over the window's queries.
         n_sink: first tokens that always stay. Default 4.
         scope: ``"head"`` (default, the paper's), a choice a KV head over its group of query heads,
@@ -39,19 +43,22 @@ class MorphKV(Policy):
         - A group of query heads counts by its mean, as TOVA's does. The official code takes the
           group's maximum (Mistral, Qwen2, Phi-3) or adds up its logits before the softmax (Llama);
           it too fuses over the window after that.
-        - The weights are the model's own, over all rows, as in the paper. The official code's
-          softmax leaves the window's rows out.
+        - The weights are the model's own, over all rows, as in the paper, and count as they came,
+          in parts, as above. The official code keeps the window's queries (with Llama the logits)
+          and takes their softmax anew for each eviction; it leaves the window's rows out.
         - The newest query is one of the window's, and its row one of the ``budget``. The official
           code scores with the queries before it, and keeps its row on top.
         - A prompt fed in blocks is cut after each block; the official code keeps the prompt whole
-          until the first token is generated.
-        - ``fusion="mean"`` (which ranks as the sum does), ``scope="layer"`` and
-          ``queries="keys"`` are ours.
+          until the first token is generated. Its ``evict_after`` is ``slack`` here.
+        - ``fusion="mean"``, which ranks as the sum does, ``scope="layer"`` and ``queries="keys"``
+          are ours.
 
     With ``window=1`` it keeps TOVA's rows.
     """
 
     hook_version: ClassVar[int] = 1
+    n_queries: ClassVar[int] = 1
+    every_step: ClassVar[bool] = True
     pure: ClassVar[bool] = True
 
     window: int = attrs.field(default=32, validator=at_least(1))
@@ -61,14 +68,37 @@ class MorphKV(Policy):
     scope: Literal["layer", "head"] = attrs.field(default="head", validator=one_of("layer", "head"))
 
     @property
-    def n_queries(self) -> int:  # type: ignore[override]
-        return self.window
+    def part(self) -> int:
+        """Queries that a part of the window has."""
+        return -(-self.window // PARTS)
+
+    @property
+    def score_parts(self) -> int:  # type: ignore[override]
+        return self.window // self.part
 
     @hookimpl
     def score(self, rows: Rows) -> mx.array:
-        weights = rows.pool(rows.attention(last=self.window))
-        fuse = {"sum": mx.sum, "max": mx.max, "mean": mx.mean}[self.fusion]
-        return fuse(weights, axis=2)
+        """Each part's fused weights: of those that it had, and of the newest block's queries."""
+        n = self.score_parts
+        latest = rows.newest // self.part
+        turns = latest - (latest - mx.arange(n)) % n  # of each part, [batch, 1, parts]
+        positions = rows.query_positions
+        came = (positions >= 0).sum(axis=-1) if rows.padded else mx.array([rows.n_new])
+        goes_on = turns * self.part <= rows.newest - came[:, None, None]  # else it begins anew
+        older = mx.where(goes_on[:, None], rows.scores, 0)
+
+        last = min(rows.n_new, self.window)
+        weights = rows.pool(rows.attention(last))
+        theirs = positions[:, None, -last:, None] // self.part == turns[:, None]
+        if self.fusion == "max":
+            fused = mx.where(theirs[..., None, :], weights[..., None], 0).max(axis=2)
+            return mx.maximum(older, fused)
+        return older + weights.swapaxes(2, 3) @ theirs.astype(mx.float32)
+
+    def fuse(self, parts: mx.array) -> mx.array:
+        if self.fusion == "max":
+            return parts.max(axis=-1)
+        return parts.sum(axis=-1) / (self.window if self.fusion == "mean" else 1)
 
     @hookimpl
     def protect(self, rows: Rows) -> mx.array:
