@@ -15,7 +15,7 @@ from fake_plugins import GOOD, install, spoil
 
 from velox_core import UnsupportedModelError
 from velox_core.cli import main
-from velox_core.cli.doctor import blas
+from velox_core.cli.doctor import blas, compiler
 from velox_core.cli.generate import read_prompt
 from velox_core.cli.loading import parse_options
 
@@ -407,6 +407,16 @@ MAPS = """\
 7f04-7f05 r-xp 00000000 08:01 3 /x/numpy.libs/libscipy_openblas64_-ff651d7f.so
 7f06-7f07 rw-p 00000000 00:00 0
 """
+
+
+def test_compiler(monkeypatch, tmp_path):
+    found = tmp_path / "g++"
+    found.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiler().status == "ok"
+    found.unlink()
+    assert (compiler().status, compiler().value) == ("warning", "no g++")
+    assert compiler().mend.endswith("apt-get install g++")
 
 
 def test_blas():

@@ -11,19 +11,13 @@ import attrs
 import click
 
 from .loading import parse_options
+from .options import option_values
 from .output import console, table
 
 
 @click.command()
 @click.argument("name")
-@click.option(
-    "--option",
-    "-o",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the policy; repeatable. Values are JSON, or else taken as text.",
-)
+@option_values
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the made-up texts.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 @click.pass_context

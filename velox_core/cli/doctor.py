@@ -6,6 +6,7 @@ import contextlib
 import json
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -65,7 +66,7 @@ def machine() -> Iterator[Check]:
 
 
 def mlx() -> Iterator[Check]:
-    """MLX's version and device, and on Linux the BLAS that it runs on."""
+    """MLX's version and device, and on Linux's CPU what makes it quick."""
     try:
         import mlx.core as mx
 
@@ -81,6 +82,7 @@ def mlx() -> Iterator[Check]:
     yield Check("MLX", f"{metadata.version('mlx')} on the {on}")
     if sys.platform == "linux" and device.type == mx.cpu:
         yield blas(Path("/proc/self/maps").read_text())
+        yield compiler()
 
 
 def blas(maps: str) -> Check:
@@ -94,6 +96,17 @@ def blas(maps: str) -> Check:
         return Check("BLAS", ", ".join(fast))
     slow = sorted(name for name in loaded if re.match(r"lib[cf]?blas", name))
     return Check("BLAS", f"reference BLAS ({', '.join(slow) or 'none seen'})", "warning", GET_BLAS)
+
+
+def compiler() -> Check:
+    """The C++ compiler, without which MLX can't replay a decode step."""
+    found = shutil.which("g++")
+    if found:
+        return Check("compiler", found)
+    mend = (
+        "a policy's decode steps are some 10 percent slower than they could be: apt-get install g++"
+    )
+    return Check("compiler", "no g++", "warning", mend)
 
 
 def mlx_lm() -> Check:

@@ -10,6 +10,15 @@ model_option = click.option(
     "--model", required=True, help="A model's folder, or its name on the model hub."
 )
 
+option_values = click.option(
+    "--option",
+    "-o",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any option of the policy; repeatable. Values are JSON, or else taken as text.",
+)
+
 
 def policy_options(command: Any) -> Any:
     """``--policy``, ``--budget``, ``--option`` and ``--protect``."""
@@ -21,14 +30,7 @@ def policy_options(command: Any) -> Any:
             help="A protector beside the policy, with options in JSON, as "
             """'pin:{"tokens": [[0, 120]]}'; see `velox policies --protectors`.""",
         ),
-        click.option(
-            "--option",
-            "-o",
-            "options",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Any option of the policy; repeatable. Values are JSON, or else taken as text.",
-        ),
+        option_values,
         click.option(
             "--budget", type=int, help="Rows that each layer keeps [default: the policy's]."
         ),

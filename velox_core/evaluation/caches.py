@@ -31,7 +31,7 @@ def rotating(model: Any, budget: int) -> list[Any]:
     ]
 
 
-def held(cache: list[Any]) -> list[Any]:
+def arrays(cache: list[Any]) -> list[Any]:
     """All that the caches hold, to be evaluated. Reading a ``VeloxCache``'s state would settle its
     newest block, which ends its ``slack``."""
     return [

@@ -35,7 +35,7 @@ import attrs
 import mlx.core as mx
 
 from ..errors import VeloxError
-from .caches import held
+from .caches import arrays
 from .perplexity import token_nll
 
 FILLER = (
@@ -147,7 +147,7 @@ def recall(
         step = model(tokens[None, start:stop], cache=cache)
         if start >= last:
             logits.append(step[0])
-        mx.eval(logits[-1:], held(cache))
+        mx.eval(logits[-1:], arrays(cache))
         if progress is not None:
             progress(stop - start)
     foretold, answer = mx.concatenate(logits), tokens[last + 1 :]

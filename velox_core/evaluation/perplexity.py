@@ -23,7 +23,7 @@ import attrs
 import mlx.core as mx
 
 from ..errors import VeloxError
-from .caches import Contender, contenders, full, held
+from .caches import Contender, arrays, contenders, full
 from .policies import PolicySpec
 
 Progress = Callable[[int], object]
@@ -126,7 +126,7 @@ def stream_nll(
     for start in range(0, len(tokens) - 1, block):
         stop = min(start + block, len(tokens) - 1)
         scored += block_nll(model, sequence, cache, start, stop, first_scored)
-        mx.eval(scored[-1:], held(cache))
+        mx.eval(scored[-1:], arrays(cache))
         if progress is not None:
             progress(stop - start)
     return mx.concatenate(scored)
@@ -165,9 +165,9 @@ def truncated_nll(
             cut = start - budget + opening
             kept = mx.concatenate([sequence[:opening], sequence[cut:start]])
             model(kept[None], cache=cache)
-            mx.eval(held(cache))
+            mx.eval(arrays(cache))
         scored += block_nll(model, sequence, cache, start, stop, first_scored)
-        mx.eval(scored[-1:], held(cache))
+        mx.eval(scored[-1:], arrays(cache))
         if progress is not None:
             progress(before + stop - start)
     return mx.concatenate(scored)
