@@ -360,7 +360,7 @@ def test_the_command(folder, tmp_path, monkeypatch):
     result = velox(folder, out)
     assert result.exit_code == 0, result.output
     for measure in ("speed", "context", "batch", "hooks", "import"):
-        assert f"{measure}, 1 rounds" in result.stdout
+        assert f"{measure}, 1 round," in result.stdout
     records = list(map(json.loads, out.read_text().splitlines()))
     measures = [(record["measure"], record.get("sequences")) for record in records]
     assert measures == [

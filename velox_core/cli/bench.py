@@ -126,8 +126,8 @@ def bench(
         click.echo(json.dumps(records, indent=2, ensure_ascii=False))
     else:
         for record in records:
-            rounds = f"{record['rounds']} round{'s' * (record['rounds'] > 1)}"
-            click.echo(f"\n{record['measure']}, {rounds}, {record['device']}")
+            times = "1 round" if record["rounds"] == 1 else f"{record['rounds']} rounds"
+            click.echo(f"\n{record['measure']}, {times}, {record['device']}")
             console().print(table(*display.table([record])))
     save(display.plot(records), plot)
     click.echo(f"Results: {results.path}. Plot: {plot}.", err=True)
