@@ -348,6 +348,35 @@ class CountsQueriesAgain(Right):
 
 
 @policy
+class Parts(Right):
+    """Not broken: how much a row gets of the queries that look at it most."""
+
+    every_step: ClassVar[bool] = True
+    score_parts: ClassVar[int] = 2
+
+    @hookimpl
+    def score(self, rows):
+        weights = rows.attention(last=rows.n_new)
+        sums = [rows.pool(each.sum(axis=2)) for each in (weights, weights**2)]
+        return rows.scores + mx.stack(sums, axis=-1)
+
+    def fuse(self, parts):
+        return parts[..., 1] / mx.maximum(parts[..., 0], 1e-9)
+
+
+@policy
+class FusesToNaN(Parts):
+    def fuse(self, parts):
+        return parts.sum(axis=-1) * mx.nan
+
+
+@policy
+class FuseWaits(Parts):
+    def fuse(self, parts):
+        return parts.sum(axis=-1) * (2 if parts.max().item() > 0 else 1)
+
+
+@policy
 class MixesSequences(Right):
     @hookimpl
     def score(self, rows):

@@ -122,7 +122,7 @@ class MorphKV(Choice):
 
     def cut(self) -> list[int]:
         size = math.ceil(self.window / 8)
-        groups = self.window // size
+        groups = math.ceil(self.window / size)
         oldest = max(((self.seen - 1) // size - groups + 1) * size, 0)
         seen = [self.notes[query] for query in range(oldest, self.seen)]
         fuse = {"sum": sum, "max": max, "mean": lambda weights: sum(weights) / len(weights)}

@@ -10,11 +10,21 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny_models
+from conftest import Remembering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import trim_prompt_cache
 
-from velox_core import Policy, PolicyHookError, VeloxCache, hookimpl, load_policy, make_cache
+from velox_core import (
+    Policy,
+    PolicyHookError,
+    PolicyLoadError,
+    VeloxCache,
+    hookimpl,
+    load_policy,
+    make_cache,
+)
+from velox_core.rows import Attended
 
 LLAMA = tiny_models.build("llama")  # 2 layers, 2 KV heads of 16
 TOKENS = mx.random.randint(0, tiny_models.VOCAB, (2, 400), key=mx.random.key(0))
@@ -332,13 +342,44 @@ def test_score_is_checked_where_no_row_has_to_go():
 
 def test_parts_of_scores_of_another_shape_or_type():
     one = give(lambda rows: mx.zeros(rows.positions.shape))
-    message = told("score", one, score_parts=3)
+    message = told("score", one, score_parts=3, every_step=True)
     assert "`score` gave shape (1, 1, 12)" in message
     assert "it must give an mx.array of shape (1, 1, 12, 3)" in message
     parts = give(lambda rows: mx.zeros((*rows.positions.shape, 3)))
-    message = told("score", parts, score_parts=3, fuse=lambda self, parts: parts)
+    fuse = lambda self, parts: parts  # noqa: E731
+    message = told("score", parts, score_parts=3, every_step=True, fuse=fuse)
     assert "`fuse` gave shape (1, 1, 12, 3)" in message
     assert "it must give an mx.array of shape (1, 1, 12) and type mlx.core.float32" in message
+
+
+@pytest.mark.parametrize("parts", [-1, 2.0, "2", True, None])
+def test_a_number_of_parts_that_is_none_is_refused(parts):
+    body = {"hook_version": 1, "score_parts": parts, "every_step": True}
+    policy = attrs.frozen(eq=False, kw_only=True)(type("Parts", (Remembering,), body))
+    with pytest.raises(PolicyLoadError, match=f"'Parts' .*: score_parts={parts!r} isn't allowed"):
+        policy(budget=8, n_sink=2).hooks()
+
+
+def test_parts_and_what_goes_with_them():
+    def policy(**body):
+        cls = type("Parts", (Remembering,), body)
+        return attrs.frozen(eq=False, kw_only=True)(cls)(budget=8, n_sink=2)
+
+    with pytest.raises(PolicyLoadError, match="remembered only with `every_step = True`"):
+        policy(score_parts=2, every_step=False).hooks()
+    with pytest.raises(PolicyLoadError, match=r"has a `fuse`.*set score_parts"):
+        policy(fuse=lambda self, parts: parts[..., 0]).hooks()
+
+
+def test_each_layer_that_shares_a_cache_has_its_queries_seen():
+    cache = VeloxCache(Remembering(budget=8, n_sink=2), 8)
+    cache.update_and_fetch(mx.ones((1, 2, 3, 4)), mx.ones((1, 2, 3, 4)))
+    layers = [mx.random.normal((1, 4, 3, 4), key=mx.random.key(i)) for i in range(3)]
+    for queries in layers:
+        cache.observe(Attended(queries, 1.0))
+    # Of each KV head those of every layer, side by side.
+    wanted = [queries[:, 2 * head : 2 * head + 2] for head in range(2) for queries in layers]
+    assert mx.array_equal(cache._seen.queries, mx.concatenate(wanted, axis=1))
 
 
 def test_protect_gives_something_wrong():

@@ -70,7 +70,7 @@ class VeloxCache(Trimmable):
     def observe(self, seen: Attended) -> None:
         """Remember what the newest block was attended with. Where layers share this cache, the
         later ones' query heads join the first one's."""
-        if self._seen is not None and self._seen.queries.shape == seen.queries.shape:
+        if self._seen is not None:
             batch, _, *block = seen.queries.shape
             heads = self.kv_heads
             groups = [x.queries.reshape(batch, heads, -1, *block) for x in (self._seen, seen)]

@@ -89,6 +89,7 @@ def build_hooks(policy: Policy, extras: Collection[object] = ()) -> pluggy.Plugi
             never get; or the policy was written for another hook version.
     """
     _check_version(policy)
+    _check_parts(policy)
     for extra in extras:
         _check_extra(extra)
     manager = pluggy.PluginManager("velox")
@@ -144,6 +145,26 @@ def _check_version(plugin: object) -> None:
             f"{origin(plugin)} was written for hook version {version_}, and this velox_core "
             f"calls version {HOOK_VERSION}. Install a release of it that fits, or, if "
             f"it is yours, adapt it and set `hook_version = {HOOK_VERSION}` in the class."
+        )
+
+
+def _check_parts(policy: Policy) -> None:
+    """Whether ``score_parts``, ``every_step`` and ``fuse`` go together."""
+    from .policy import Policy  # which imports this
+
+    parts: object = policy.score_parts
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 0:
+        raise PolicyLoadError(
+            f"{origin(policy)}: score_parts={parts!r} isn't allowed; it must be a whole number, 0 "
+            "where a score is one number."
+        )
+    if parts and not policy.every_step:
+        raise PolicyLoadError(
+            f"{origin(policy)}: score_parts={parts} are remembered only with `every_step = True`."
+        )
+    if not parts and type(policy).fuse is not Policy.fuse:
+        raise PolicyLoadError(
+            f"{origin(policy)} has a `fuse`, which only parts of a score need: set score_parts."
         )
 
 

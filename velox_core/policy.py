@@ -85,8 +85,8 @@ class Policy:
     #: Whether ``score`` must run after every block, and not only when rows must go.
     every_step: ClassVar[bool] = False
     #: Where a row's score is made of parts that are remembered one by one: how many. ``score``
-    #: then gives ``[batch, heads or 1, rows, parts]``, and ``fuse`` makes one number of them.
-    #: 0: a score is one number.
+    #: then gives ``[batch, heads or 1, rows, parts]``, and ``fuse`` makes one number of them. It
+    #: takes ``every_step``. 0: a score is one number.
     score_parts: ClassVar[int] = 0
     #: Whether what the hooks build depends on nothing but ``rows`` and the options: no random
     #: numbers, no counting, no printing. Decoding is quicker then, as it can be replayed.

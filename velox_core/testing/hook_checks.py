@@ -8,12 +8,13 @@ import mlx.core as mx
 
 from ..policy import Policy
 from ..protectors import Pin
+from ..rows import Rows
 from .check import Check
 from .failure import CheckFailed
 from .held import held, short, stayed
 from .together import Together
 from .trial import Trial
-from .watcher import Calm, Evicting, Scoring, Watcher, number
+from .watcher import Calm, Evicting, Watcher, number
 
 
 def watch_all(trial: Trial, calm: Calm | None = None) -> Watcher:
@@ -42,17 +43,16 @@ def padded(trial: Trial, policy: Policy, steps: int) -> None:
     together.cache._settle()
 
 
-def all_finite(scoring: Scoring) -> None:
-    """Fail unless each row has a finite score."""
-    rows = scoring.rows
-    scores = scoring.scores.reshape(*rows.positions.shape, -1)  # its parts, or itself
+def all_finite(rows: Rows, scores: mx.array, giver: str = "score") -> None:
+    """Fail unless each row has a finite score, or parts of one."""
+    scores = scores.reshape(*rows.positions.shape, -1)
     wrong = ~mx.isfinite(scores) & (rows.positions >= 0)[..., None]
     n = number(wrong.any(axis=-1).sum())
     if n:
         first = number(mx.argmax(wrong.flatten()))
         position = rows.positions.flatten()[first // scores.shape[-1]].item()
         raise CheckFailed(
-            "`score` gives a finite number for each row",
+            f"`{giver}` gives a finite number for each row",
             f"{scores.flatten()[first].item()} for {n} of {rows.positions.size} rows, "
             f"first for that of position {position}, after a block of "
             f"{rows.n_new} (scope={rows.scope!r}, {rows.keys.dtype})",
@@ -62,7 +62,10 @@ def all_finite(scoring: Scoring) -> None:
 def _score(trial: Trial) -> str:
     watcher = watch_all(trial, Calm())
     for scoring in watcher.scorings:
-        all_finite(scoring)
+        all_finite(scoring.rows, scoring.scores)
+    if trial.subject.make().score_parts:
+        for evicting in watcher.evictions:
+            all_finite(evicting.rows, evicting.scores, "fuse")
     if not watcher.scorings:
         raise CheckFailed("`score` is asked when rows must go", "no call of it")
     return ""

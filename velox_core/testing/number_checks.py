@@ -31,7 +31,7 @@ def survives(trial: Trial, stream: Stream, what: str) -> None:
         untouched(cache, stream, when)
     for scoring in watcher.scorings:
         try:
-            all_finite(scoring)
+            all_finite(scoring.rows, scoring.scores)
         except CheckFailed as failure:
             raise CheckFailed(failure.expected, f"{failure.got}, with {what}") from None
     for evicting in watcher.evictions:

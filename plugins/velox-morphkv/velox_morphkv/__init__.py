@@ -29,8 +29,8 @@ class MorphKV(Policy):
     Args:
         budget: rows a layer keeps, or one number a layer. Default 512.
         window: how many of the latest queries score, and of the newest rows stay. Default 32. It
-            is counted in at most 8 parts, the oldest of which leaves whole: of 32 queries 29 to
-            32 score, of up to 8 all.
+            is counted in at most 8 parts, the oldest of which leaves whole, so a few more or fewer
+            score: with 32 it is 29 to 32, with 33 it is 31 to 35. Up to 8 it is exact.
         fusion: ``"sum"`` (default), ``"max"`` or ``"mean"`` over the window's queries.
         n_sink: first tokens that always stay. Default 4.
         scope: ``"head"`` (default, the paper's), a choice a KV head over its group of query heads,
@@ -74,7 +74,7 @@ class MorphKV(Policy):
 
     @property
     def score_parts(self) -> int:  # type: ignore[override]
-        return self.window // self.part
+        return -(-self.window // self.part)
 
     @hookimpl
     def score(self, rows: Rows) -> mx.array:
@@ -87,7 +87,7 @@ class MorphKV(Policy):
         goes_on = turns * self.part <= rows.newest - came[:, None, None]  # else it begins anew
         older = mx.where(goes_on[:, None], rows.scores, 0)
 
-        last = min(rows.n_new, self.window)
+        last = min(rows.n_new, self.part * n)
         weights = rows.pool(rows.attention(last))
         theirs = positions[:, None, -last:, None] // self.part == turns[:, None]
         if self.fusion == "max":
