@@ -1,5 +1,6 @@
 """`velox eval perplexity`: what is measured, that a stopped run goes on, and bad input."""
 
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from velox_core import PolicyConfigError, UnknownPolicyError, VeloxError, load_policy, make_cache
 from velox_core.cli import main
+from velox_core.evaluation import caches
 from velox_core.evaluation import perplexity as measures
 from velox_core.evaluation.perplexity import (
     perplexity,
@@ -26,7 +28,7 @@ from velox_core.evaluation.perplexity import (
     truncated_work,
 )
 from velox_core.evaluation.plots import DISPLAYS
-from velox_core.evaluation.policies import parse_policies
+from velox_core.evaluation.policies import code_of, parse_policies
 from velox_core.evaluation.results import Results
 from velox_core.evaluation.text import first_tokens
 
@@ -211,6 +213,23 @@ def test_a_stopped_run_goes_on(folder, text, monkeypatch):
     assert len(measured) == 10
     evaluate(folder, text, "--block", 4)  # another measurement
     assert len(measured) == 19
+    monkeypatch.setattr(caches, "code_of", lambda policy: "changed")
+    evaluate(folder, text)  # the policies' four, and no baseline
+    assert len(measured) == 19 + 4
+
+
+def test_code_is_of_all_files_of_a_package(tmp_path, monkeypatch):
+    package = tmp_path / "rule_of_two_files"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Rule: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rule = importlib.import_module(package.name).Rule()
+    codes = {code_of(rule)}
+    for text in ("a = 1\n", "a = 2\n"):
+        (package / "more.py").write_text(text)
+        codes.add(code_of(rule))
+    assert len(codes) == 3
+    assert code_of(type("Nowhere", (), {"__module__": "builtins"})()) == ""
 
 
 def test_ctrl_c_leaves_whole_lines(folder, text):

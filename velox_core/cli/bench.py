@@ -99,11 +99,10 @@ def bench(
     from ..evaluation.bench.plan import Plan
     from ..evaluation.plots import DISPLAYS
     from ..evaluation.plots.figure import save
-    from ..evaluation.policies import parse_policies
+    from ..evaluation.policies import code_of, parse_policies
 
     specs = parse_policies(policies)
-    for spec in specs:
-        spec.load(budget)
+    code = [code_of(spec.load(budget)) for spec in specs]
     plan = Plan(policies=specs, budget=budget, rounds=rounds, steps=steps, block=block)
     results, plot = open_results(out, plot, "bench")
     network = functools.cache(lambda: load_model(model)[0])  # only if there is something to time
@@ -115,7 +114,7 @@ def bench(
         Unit(
             what=unit.settings["measure"],
             cost=unit.work,
-            key={"kind": "bench", "model": model, **unit.settings},
+            key={"kind": "bench", "model": model, "code": code, **unit.settings},
             measure=partial(time, unit),
         )
         for unit in units(measures, plan, prompt, contexts, long, batches)

@@ -163,6 +163,9 @@ def measured(results: Results, units: list[Unit]) -> list[dict[str, Any]]:
     """The units' records, after those that weren't there have been measured. Where there is no
     terminal for a bar, each is reported as it is done."""
     missing = [unit for unit in units if results.find(**unit.key) is None]
+    if len(missing) < len(units):
+        there = f"{len(units) - len(missing)} of {len(units)} results"
+        click.echo(f"{there} are in {results.path} already.", err=True)
     with bar(sum(unit.cost for unit in missing)) as advance:
         for number, unit in enumerate(missing, 1):
             results.append({**unit.key, **unit.measure(partial(advance, unit.what))})

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..cache import VeloxCache
 from ..model import make_cache
-from .policies import PolicySpec
+from .policies import PolicySpec, code_of
 
 #: First rows that the rotating cache keeps, as mlx-lm's own tools have it.
 SINKS = 4
@@ -49,17 +49,19 @@ class Contender:
         budget: rows that a layer keeps; None for the full cache.
         make: gives new, empty caches, one a layer.
         options: all that the policy has beside the budget. Default none.
+        code: a digest of the policy's code. Default none.
     """
 
     policy: str
     budget: int | None
     make: Callable[[], list[Any]]
     options: dict[str, Any] = attrs.field(factory=dict)
+    code: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
         """What a record says of it."""
-        return {"policy": self.policy, "options": self.options, "budget": self.budget}
+        return attrs.asdict(self, filter=attrs.filters.exclude("make"))
 
     def __str__(self) -> str:
         return self.policy if self.budget is None else f"{self.policy}, {self.budget:,} rows"
@@ -82,5 +84,5 @@ def contenders(
             make = partial(make_cache, model, policy)
             make()  # what it refuses, it refuses now
             options = {name: value for name, value in policy.options().items() if name != "budget"}
-            found.append(Contender(spec.text, budget, make, options))
+            found.append(Contender(spec.text, budget, make, options, code_of(policy)))
     return found

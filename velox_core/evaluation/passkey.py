@@ -15,7 +15,7 @@ likeliest, that is if greedy decoding gives it.
 A record, of kind ``"passkey"``, holds one prompt, read with one cache:
 
 - ``filler`` (its name), ``digest`` (of all that is said) and ``block``: what was read and how;
-- ``policy``, ``options`` and ``budget``: with which cache, as in a perplexity record;
+- ``policy``, ``options``, ``code`` and ``budget``: with which cache, as in a perplexity record;
 - ``length`` (tokens, the key's included, at most; less than a sentence short), ``depth`` (percent)
   and ``trial`` (0, 1, …): which prompt; its key follows from these;
 - ``found``, ``probability``, the geometric mean of those that the key's tokens had, and

@@ -5,7 +5,8 @@ A record, of kind ``"perplexity"``, holds one cache's reading of a text:
 - ``text`` (its name), ``digest`` (of its tokens), ``tokens`` (how many were read), ``block``
   (tokens fed at a time) and ``first_scored`` (the first token that counts): what was read and how;
 - ``policy``: ``"full"``, ``"rotating"`` or ``"truncated"``, or a policy as it was asked for,
-  ``"morphkv:window=8"`` for instance; and ``options``, all that it has beside the budget;
+  ``"morphkv:window=8"`` for instance; ``options``, all that it has beside the budget; and
+  ``code``, a digest of the files that it comes from;
 - ``budget``: rows a layer keeps, or null for the full cache;
 - ``nll``: the mean negative log-probability of the scored tokens, in nats, ``perplexity``, its
   exponential, and ``seconds``, what the reading took.

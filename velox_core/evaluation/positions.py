@@ -4,7 +4,7 @@ A record, of kind ``"positions"``, holds one reading of a long text:
 
 - ``text``, ``digest``, ``tokens``, ``block``: what was read and how, as for ``"perplexity"``;
 - ``stretch``: tokens that are scored together; ``budget``: rows a layer keeps;
-- ``policy`` as it was asked for, ``options``, all that it has beside the budget;
+- ``policy`` as it was asked for, ``options``, all that it has beside the budget, and ``code``;
 - ``start``: ``"running"``, the text from its beginning without a break, or ``"afresh"``, each
   stretch read by a new cache that begins one stretch before it, so that no position is high;
 - ``perplexity``, ``seconds`` (per token) and ``bytes`` (that the caches hold): a number for each

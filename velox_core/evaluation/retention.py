@@ -3,8 +3,8 @@
 A record, of kind ``"retention"``, holds one policy's run:
 
 - ``text`` (its name), ``digest`` (of its tokens), ``tokens`` (how many were read), ``block``
-  (tokens a step), ``policy``, ``options`` and ``sinks`` (``n_sink`` where ``options`` don't say):
-  what was run;
+  (tokens a step), ``policy``, ``options``, ``code`` and ``sinks`` (``n_sink`` where ``options``
+  don't say): what was run;
 - ``layers``: the layers that were watched, and ``budgets``, the rows that each keeps;
 - ``classes``: a letter a token, as ``survival.CLASSES`` has them;
 - ``evicted_at``: for each layer, for each head that chooses (one, with scope ``"layer"``), for each

@@ -72,7 +72,7 @@ def retention(
     The table says how much of what is kept is recent, and how long tokens of each kind stay; the
     plot shows for each token at which steps it was there.
     """
-    from ...evaluation.policies import PolicySpec, parse_policies
+    from ...evaluation.policies import PolicySpec, code_of, parse_policies
     from ...evaluation.retention import layers_to_watch
     from ...evaluation.retention import retention as watch
     from ...evaluation.survival import classify
@@ -104,7 +104,8 @@ def retention(
 
     def unit(spec: PolicySpec) -> Unit:
         name = spec.text
-        key = {**settings, "policy": name, "options": loaded[name].options()}
+        policy = loaded[name]
+        key = {**settings, "policy": name, "options": policy.options(), "code": code_of(policy)}
 
         def watched(said: Callable[[int], None]) -> dict[str, Any]:
             found = watch(network, sequence, spec.name, options[name], there, block, said)
