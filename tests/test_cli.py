@@ -186,6 +186,7 @@ WANTED = ("--policy", "ay", "--prompt", "x")
         (("--policy", "ay", "--prompt", " \n"), "the prompt is empty"),
         (("--policy", "ay"), "give one prompt: --prompt TEXT, --prompt-file FILE, or -"),
         ((*WANTED, "-"), "give one prompt: "),
+        ((*WANTED, "a b"), "give the prompt as --prompt 'a b'"),
         ((*WANTED, "--prompt-file", "x"), "give one prompt: "),
         (("--policy", "ay", "--prompt-file", "no/such"), "prompt from no/such: No such file or "),
         (("--policy", "ay", "--prompt-file", "."), "prompt from .: Is a directory"),

@@ -9,6 +9,7 @@ StreamingLLM, which keeps the same rows and sees them all, stands beside it wher
 
 from __future__ import annotations
 
+import itertools
 import os
 import textwrap
 import time
@@ -114,8 +115,8 @@ def compare(
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        for block in blocks:
-            for name, make in caches.items():
+        try:
+            for block, (name, make) in itertools.product(blocks, caches.items()):
                 if name == "full" and block != blocks[0]:
                     continue
                 label = f"{name}, blocks of {block}"
@@ -131,6 +132,10 @@ def compare(
                     )
                 )  # fmt: skip
                 mx.clear_cache()
+        except KeyboardInterrupt:
+            if not results:
+                raise
+            console.print("Stopped. These caches were read:")
     return results
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from .pinning import before_message, protectors
 @policy_options
 @click.option("--prompt", "-p", help="The prompt.")
 @click.option("--prompt-file", "-f", help="A UTF-8 file with the prompt, or - for standard input.")
-@click.argument("stdin", required=False, metavar="[-]", type=click.Choice(["-"]))
+@click.argument("stdin", required=False, metavar="[-]")
 @click.option("--max-tokens", "-m", type=click.IntRange(1), default=256, show_default=True)
 @sampling_options
 @click.option("--system", help="A system prompt, which comes before the prompt.")
@@ -130,6 +131,8 @@ def read_prompt(prompt: str | None, file: str | None, stdin: str | None) -> str:
 
     The line end at the end of a file isn't part of it: a small model answers quite differently.
     """
+    if stdin not in (None, "-"):
+        raise click.UsageError(f"give the prompt as --prompt {shlex.quote(stdin)}")
     if [prompt, file, stdin].count(None) != 2:
         raise click.UsageError("give one prompt: --prompt TEXT, --prompt-file FILE, or -")
     if prompt is None:

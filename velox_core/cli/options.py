@@ -32,7 +32,10 @@ def policy_options(command: Any) -> Any:
         ),
         option_values,
         click.option(
-            "--budget", type=int, help="Rows that each layer keeps [default: the policy's]."
+            "--budget",
+            type=int,
+            help="Rows that each layer keeps [default: the policy's]. For one number a layer: "
+            "--option budget=[…].",
         ),
         click.option(
             "--policy", "name", required=True, help="The eviction policy; see `velox policies`."
