@@ -323,3 +323,9 @@ def test_the_suite_needs_no_pytest_and_velox_no_suite():
 def test_a_policy_with_a_budget_of_its_own_shape_is_seen_in_the_source():
     _, expression = Subject(load_policy("tova", budget=[3, 9], n_sink=0)).source
     assert expression.startswith("TOVA(budget=[3, 9], n_sink=0, scope='layer', ")
+
+
+def test_slack_is_left_out():
+    """It is the core's; with it, what stays depends on the blocks."""
+    results = check_policy(load_policy("tova", slack=5), only=["chunking", "batch", "replay"])
+    assert [result.outcome for result in results] == ["passed"] * 3, results

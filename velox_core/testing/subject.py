@@ -34,14 +34,14 @@ class Subject:
             more: options other than it was given with.
         """
         budget = self.budget if budget is None else budget
+        more = {"slack": 0, **more}  # it is the core's, and makes rows depend on blocks
         if self._policy is not None:
             policy = attrs.evolve(self._policy, budget=budget, **more)
             extras = (*self._policy.extras, *extras)
         else:
             policy = self._made(budget)
             extras = (*policy.extras, *extras)
-            if more or policy._hooks:  # a policy whose hooks are set up takes no more extras
-                policy = attrs.evolve(policy, **more)
+            policy = attrs.evolve(policy, **more)  # hooks that are set up take no more extras
         policy.hooks(extras)
         return policy
 
