@@ -288,7 +288,6 @@ def test_bad_requests(folder):
     [
         ("mamba", {}, "The model mamba has no cache to bound"),
         ("afm7", {}, "The model afm7 can't be bounded: its reuse layers"),
-        ("deepseek_v3", {}, "deepseek_v3 attends with other keys than it stores"),
         ("llama", {"num_hidden_layers": 3}, "budget has 2 numbers and the model has 3 layers"),
     ],
 )
