@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import attrs
 import mlx.core as mx
+import numpy as np
 import pytest
 import tiny_folder
 from hypothesis import HealthCheck, settings
@@ -41,6 +42,23 @@ class Remembering(Policy):
     @hookimpl
     def score(self, rows: Rows) -> mx.array:
         return rows.scores * 0.5 + rows.pool(rows.attention(last=8)).sum(axis=2)
+
+
+def in_order(cache):
+    """What a cache holds, its rows in the order of time. Reading it settles the cache."""
+    keys, values, positions, scores, *window = cache.state[:6]
+    if positions is None:
+        return [np.zeros(0)] * 6
+    order = mx.argsort(positions, axis=-1)
+    by_time = [mx.take_along_axis(positions, order, axis=-1)]
+    for rows in (keys, values, scores):
+        if rows is None:
+            by_time.append(order)
+        else:
+            index = order.reshape(*order.shape, *[1] * (rows.ndim - 3))
+            by_time.append(mx.take_along_axis(rows, index, axis=2))
+    parts = (*by_time, *window)
+    return [np.zeros(0) if part is None or not part.size else np.array(part) for part in parts]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import mlx_lm
 import numpy as np
 import pytest
 import tiny_models
+from conftest import in_order
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator, generate_step
@@ -105,23 +106,6 @@ def assert_same_rows(ours, alone):
 
 
 HELD = ("positions", "keys", "values", "scores", "window", "window_positions")
-
-
-def in_order(cache):
-    """What a cache holds, its rows in the order of time."""
-    keys, values, positions, scores, *window = cache.state[:6]
-    if positions is None:
-        return [np.zeros(0)] * 6
-    order = mx.argsort(positions, axis=-1)
-    by_time = [mx.take_along_axis(positions, order, axis=-1)]
-    for rows in (keys, values, scores):
-        if rows is None:
-            by_time.append(order)
-        else:
-            index = order.reshape(*order.shape, *[1] * (rows.ndim - 3))
-            by_time.append(mx.take_along_axis(rows, index, axis=2))
-    parts = (*by_time, *window)
-    return [np.zeros(0) if part is None or not part.size else np.array(part) for part in parts]
 
 
 # mlx-lm's generation

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from velox_core import PolicyConfigError, UnknownPolicyError, VeloxError, load_policy, make_cache
 from velox_core.cli import main
-from velox_core.evaluation import caches
 from velox_core.evaluation import perplexity as measures
+from velox_core.evaluation import policies as specs
 from velox_core.evaluation.perplexity import (
     perplexity,
     stream_nll,
@@ -213,7 +213,7 @@ def test_a_stopped_run_goes_on(folder, text, monkeypatch):
     assert len(measured) == 10
     evaluate(folder, text, "--block", 4)  # another measurement
     assert len(measured) == 19
-    monkeypatch.setattr(caches, "code_of", lambda policy: "changed")
+    monkeypatch.setattr(specs, "code_of", lambda policy: "changed")
     evaluate(folder, text)  # the policies' four, and no baseline
     assert len(measured) == 19 + 4
 

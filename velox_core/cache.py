@@ -160,8 +160,8 @@ class VeloxCache(Trimmable):
         """The new scores; of a sequence that the block had only padding for, those it had."""
         if min(self._fresh) or self._scores is None:
             return scores
-        came = mx.array(self._fresh).reshape(-1, *[1] * (scores.ndim - 1)) > 0
-        return mx.where(came, scores, self._scores[:, :, : self._rows])
+        came = mx.array(self._fresh)[:, None, None] > 0
+        return mx.where(storage.like(came, scores), scores, self._scores[:, :, : self._rows])
 
     def _latest(self) -> tuple[Attended | None, mx.array]:
         """What the policy's latest queries attended with, and their positions."""

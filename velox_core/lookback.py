@@ -142,8 +142,8 @@ class LookbackCache(VeloxCache):
         if over or self.policy.every_step:
             scores = score_rows(self.policy, rows)
             if self.policy.every_step:
-                empty = rows.positions < 0  # tokens to come have none
-                self._scores = mx.where(empty[..., None] if scores.ndim > 3 else empty, 0, scores)
+                empty = storage.like(rows.positions < 0, scores)  # tokens to come have none
+                self._scores = mx.where(empty, 0, scores)
             if over:
                 # Rows marked before, and tokens to come, are empty: they go first, once more.
                 gone = choose_rows(self.policy, rows, scores, self._rows - self.budget)

@@ -43,6 +43,11 @@ def write(rows: Rows, block: Rows, start: int, limit: int) -> Rows:
     return rows
 
 
+def like(per_row: mx.array, rows: mx.array) -> mx.array:
+    """An index or a mask, ``[batch, heads or 1, rows or 1]``, with as many axes as ``rows``."""
+    return per_row.reshape(*per_row.shape, *[1] * (rows.ndim - 3))
+
+
 def put(rows: Rows, row: Rows, slot: mx.array) -> Rows:
     """``rows`` with one row overwritten, in place where MLX can.
 
@@ -54,8 +59,7 @@ def put(rows: Rows, row: Rows, slot: mx.array) -> Rows:
         return tuple(put(array, part, slot) for array, part in zip(rows, row, strict=True))
     if slot.size == 1:
         return mx.slice_update(rows, row, slot.reshape(1), axes=(2,))
-    slot = slot.reshape(*slot.shape, *[1] * (row.ndim - 3))
-    return mx.put_along_axis(rows, mx.broadcast_to(slot, row.shape), row, axis=2)
+    return mx.put_along_axis(rows, mx.broadcast_to(like(slot, row), row.shape), row, axis=2)
 
 
 def tie(keys: Rows, values: Rows, beside: list[Any]) -> tuple[Rows, Rows]:

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..cache import VeloxCache
 from ..model import make_cache
-from .policies import PolicySpec, code_of
+from .policies import PolicySpec, settings_of
 
 #: First rows that the rotating cache keeps, as mlx-lm's own tools have it.
 SINKS = 4
@@ -83,6 +83,5 @@ def contenders(
             policy = spec.load(budget)
             make = partial(make_cache, model, policy)
             make()  # what it refuses, it refuses now
-            options = {name: value for name, value in policy.options().items() if name != "budget"}
-            found.append(Contender(spec.text, budget, make, options, code_of(policy)))
+            found.append(Contender(spec.text, budget, make, **settings_of(policy)))
     return found

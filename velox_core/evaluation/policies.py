@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import re
@@ -15,6 +14,7 @@ from ..discovery import installed_policies
 from ..errors import PolicyConfigError, UnknownPolicyError
 from ..policy import Policy
 from ..registry import load_policy
+from .text import digest
 
 
 @attrs.frozen
@@ -85,9 +85,15 @@ def code_of(policy: Policy) -> str:
     try:
         path = Path(inspect.getfile(type(policy)))
         files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+        return digest([file.read_text("utf-8", errors="replace") for file in files])
     except (TypeError, OSError):
         return ""
+
+
+def settings_of(policy: Policy) -> dict[str, Any]:
+    """What a record says of a policy beside its name and its budget: ``options`` and ``code``."""
+    options = {name: value for name, value in policy.options().items() if name != "budget"}
+    return {"options": options, "code": code_of(policy)}
 
 
 def unplaced(text: str) -> str:

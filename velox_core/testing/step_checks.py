@@ -25,6 +25,7 @@ from .stream import Stream, step
 from .trial import Trial
 
 ABSURD = 50.0  # times a step of the cheapest policy that there is
+NO_REPLAY = "MLX replays nothing here: on Linux's CPU that takes g++"
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -52,9 +53,6 @@ def without_values(rows: Rows, call: Callable[[Rows], Any]) -> None:
 
     # Exporting traces also where compiling is off, or has no compiler.
     mx.export_function(lambda _: None, traced, queries, *(getattr(rows, name) for name in names))
-
-
-NO_REPLAY = "MLX replays nothing here: on Linux's CPU that takes g++"
 
 
 def compiles() -> bool:

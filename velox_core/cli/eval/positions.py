@@ -57,7 +57,7 @@ def positions(
     A policy that names its positions (tova:positions=compressed) is read with those alone, and
     afresh without them and max_age.
     """
-    from ...evaluation.policies import code_of, parse_policies, unplaced
+    from ...evaluation.policies import parse_policies, settings_of, unplaced
     from ...evaluation.positions import SCHEMES, Reading, check_length
     from ...evaluation.text import digest, first_tokens, read_text
 
@@ -88,10 +88,8 @@ def positions(
     }
     units = []
     for (shown, way), policy in asked.items():
-        options = {name: value for name, value in policy.options().items() if name != "budget"}
         start = "afresh" if way == "afresh" else "running"
-        key = {**settings, "policy": shown, "options": options, "start": start}
-        key["code"] = code_of(policy)
+        key = {**settings, "policy": shown, **settings_of(policy), "start": start}
         reading = Reading(network, sequence, policy, block, stretch, start == "afresh")
         what = shown if "positions=" in shown else f"{shown}, {way}"
         units.append(Unit(what, reading.cost, key, reading.measure))

@@ -33,7 +33,7 @@ class Unit:
     """One record to be.
 
     Args:
-        settings: all of the record but ``cases`` (and ``kind`` and ``model``).
+        settings: all of the record but ``cases`` (and ``kind``, ``model`` and ``code``).
         work: how often ``measure`` tells of its progress.
         measure: gives the cases; it takes the model, which ``"import"`` doesn't need, and what is
             called at each step forward.
