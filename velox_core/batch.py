@@ -56,10 +56,7 @@ class Batch(Contents):
         """Positions of the new block's rows, ``[batch, kv_heads or 1, block]``."""
         heads = keys.shape[1] if self.policy.scope == "head" else 1
         shape = (keys.shape[0], heads, keys.shape[2])
-        if shape[2] == 1 and min(fresh):  # a step's, without a graph of its own
-            positions = mx.array([[[seen]] for seen in self._tokens], dtype=mx.int32)
-        else:
-            positions = self._positions_from(self._tokens, fresh, shape[2])[:, None]
+        positions = self._positions_from(self._tokens, fresh, shape[2])[:, None]
         return positions if positions.shape == shape else mx.broadcast_to(positions, shape)
 
     def _query_positions(self) -> mx.array:
@@ -71,8 +68,8 @@ class Batch(Contents):
     @staticmethod
     def _positions_from(start: list[int], real: list[int], n: int) -> mx.array:
         """``start`` and on, -1 after ``real`` tokens: ``[sequences, n]``."""
-        if n == 1 and min(real):  # a step's, without a graph of its own
-            return mx.array([[first] for first in start], dtype=mx.int32)
+        if n == 1 and min(real):
+            return storage.column(tuple(start), 2)[...]
         positions = mx.array(start, dtype=mx.int32)[:, None] + mx.arange(n, dtype=mx.int32)
         if min(real) == n:
             return positions
@@ -100,9 +97,12 @@ class Batch(Contents):
         return seen, positions
 
     def _queries_missing(self) -> bool:
-        window = 0 if self._window is None else self._window.shape[2]
+        if min(self._fresh) < self._n_new:
+            return True
+        if self._window is None:
+            return False
         older = [seen - fresh for seen, fresh in zip(self._tokens, self._fresh, strict=True)]
-        return min(self._fresh) < self._n_new or min(older) < window
+        return min(older) < self._window.shape[2]
 
     # Masks ---------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import storage
 from .errors import UnobservedAttentionError
-from .eviction import decide, score_rows
+from .eviction import decide, make_room, score_rows
 from .hooks import origin
 from .rows import Attended, Rows, lowest
 from .trim import Trimmable
@@ -48,7 +48,6 @@ class VeloxCache(Trimmable):
         if self.renumbers:
             keys = self.before_rope(keys)
         fresh = self._real_tokens(n)
-        positions = self._block_positions(keys, fresh)
         if self._n_new:  # a block that goes on growing
             self._earlier.append(self._seen)
             self._seen = self._chosen = None
@@ -57,8 +56,9 @@ class VeloxCache(Trimmable):
         if self._coming is not None:
             self._coming = [left - n for left in self._coming]
         if self._hole is None:
-            self._append(keys, values, positions)
-        else:
+            self._append(keys, values, self._block_positions(keys, fresh))
+        else:  # the row has its position already, unless some sequences get padding
+            positions = None if min(fresh) else self._block_positions(keys, fresh)
             self._overwrite(keys, values, positions)
         self._tokens = _add(self._tokens, fresh)
         self._held = _add(self._held, fresh)
@@ -92,9 +92,15 @@ class VeloxCache(Trimmable):
         """Do the newest block's eviction. Where one row goes and one token comes, the row stays
         as a hole to be overwritten; otherwise the kept rows close up, in the order of time."""
         if self._n_new and not self._grows(next_block):
-            gone, scores = self._chosen or self._choose()
+            chosen = self._chosen
+            if chosen is None:
+                chosen = self._choose()
+                self._untied = storage.arrays(*chosen)
+            gone, scores, positions = chosen
             if self.policy.every_step:
                 self._scores = scores
+            if positions is not None:
+                self._positions = positions
             self._slide_window()
             self._held = [min(held, self.budget) for held in self._held]
             self._forget_block()
@@ -102,6 +108,8 @@ class VeloxCache(Trimmable):
         if self._hole is not None and not (next_block == 1 and self._hole.shape[-1] == 1):
             self._close_up(self._hole)
             self._hole = None
+        if self._hole is None:
+            self._untied = []
 
     def _grows(self, next_block: int) -> bool:
         """Whether the next token joins the newest block, as there is ``slack`` left for it."""
@@ -122,7 +130,7 @@ class VeloxCache(Trimmable):
         waits = self.policy.slack and self._last == 1  # the next token may join this block
         if self._n_new and self._seen is not None and not waits:
             self._chosen = self._choose()
-            chosen = [array for array in self._chosen if array is not None]
+            chosen = storage.arrays(*self._chosen)
             if chosen:
                 output = mx.depends([output], chosen)[0]
         if self._seen is not None:
@@ -141,20 +149,23 @@ class VeloxCache(Trimmable):
                 self._window = mx.contiguous(self._window)
             self._window_positions = positions[:, -keep:]
 
-    def _choose(self) -> tuple[mx.array | None, mx.array | None]:
-        """Indices of the rows to go, ``[batch, heads or 1, count]``, None if all may stay; and
-        the scores that ``every_step`` asks for."""
+    def _choose(self) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
+        """Indices of the rows to go, ``[batch, heads or 1, count]``, None if all may stay; the
+        scores that ``every_step`` asks for; and positions, with room made if a row goes."""
         rows, remembered = self._view(), None
+        stale = self.policy.every_step and self._overwritten is not None and min(self._fresh) > 0
         count = self._rows - min(self.budget, max(self._held))
         if max(self._held) > self.budget:
-            gone, scores = decide(self.policy, rows, count)
-            return gone, self._remembered(scores) if self.policy.every_step else None
+            gone, scores, positions = decide(self.policy, rows, count, stale)
+            return gone, self._remembered(scores) if self.policy.every_step else None, positions
         if self.policy.every_step:
-            remembered = self._remembered(score_rows(self.policy, rows))
+            remembered = self._remembered(score_rows(self.policy, rows, stale))
         if not count:
-            return None, remembered
+            return None, remembered, None
         empty_first = mx.zeros(rows.positions.shape)  # only padding has to go
-        return lowest(empty_first, rows.positions, count), remembered
+        gone = lowest(empty_first, rows.positions, count)
+        index = storage.numbers(self._rows) if count == 1 else None
+        return gone, remembered, make_room(rows, gone, index)
 
     def _remembered(self, scores: mx.array) -> mx.array:
         """The new scores; of a sequence that the block had only padding for, those it had."""
@@ -200,7 +211,7 @@ class VeloxCache(Trimmable):
             positions=positions,
             scores=scores,
             query_positions=query_positions,
-            newest=mx.array([[[seen - 1]] for seen in self._tokens], dtype=mx.int32),
+            newest=storage.column(tuple([seen - 1 for seen in self._tokens]), 3)[...],
             n_new=self._n_new,
             attended=seen,
             budget=self.budget,

@@ -38,6 +38,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._merged = False
         self._coming: list[int] | None = None  # real tokens to come of a right-padded prompt
         self._hole: mx.array | None = None  # [batch, heads or 1, n]: rows chosen to go
+        self._untied: list[mx.array] = []  # what nothing that the model asks for will evaluate
         self._forget_block()
 
     def _forget_block(self) -> None:
@@ -47,7 +48,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._last = 0  # rows that came with the last call: all of the block, unless it grows
         self._seen: Attended | None = None  # what the model attended to them with
         self._earlier: list[Attended | None] = []  # and to those before them, of a block that grew
-        self._chosen: tuple[Any, Any] | None = None  # what goes with it, where known already
+        self._chosen: tuple[Any, Any, Any] | None = None  # what goes with it, where known already
 
     def _settle(self, next_block: int = 0) -> None:
         raise NotImplementedError  # the cache's
@@ -81,17 +82,19 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
             [self._positions, self._scores, self._window, self._window_positions],
         )
 
-    def _overwrite(self, keys: mx.array, values: mx.array, positions: mx.array) -> None:
+    def _overwrite(self, keys: mx.array, values: mx.array, positions: mx.array | None) -> None:
         hole = self._hole
         assert hole is not None
-        rows = [self.keys, self.values, self._positions]
-        new = [self._stored(keys), self._stored(values), positions]
-        if self._scores is not None:
-            rows.append(self._scores)
-            new.append(mx.zeros(self.policy.score_shape(positions.shape)))
-        written = storage.put_all(rows, new, hole, [self._window, self._window_positions])
-        self.keys, self.values, self._positions, *scores = written
-        self._scores = scores[0] if scores else None
+        if positions is not None:
+            self._positions = storage.put(self._positions, positions, hole)
+            if self._scores is not None:
+                nothing = mx.zeros(self.policy.score_shape(positions.shape))
+                self._scores = storage.put(self._scores, nothing, hole)
+            self._untied = storage.arrays(*self._untied, self._positions, self._scores)
+        row = self._stored(keys), self._stored(values)
+        beside = storage.arrays(*self._untied, self._window, self._window_positions)
+        self.keys, self.values = storage.put_both((self.keys, self.values), row, hole, beside)
+        self._untied = []
         self._overwritten, self._hole, self._last = hole, None, 1
 
     def _close_up(self, gone: mx.array) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from . import storage
 from .errors import PolicyHookError
 from .hooks import origin
 from .policy import Policy
@@ -20,8 +21,11 @@ _OLD: float = mx.finfo(mx.float32).min  # the score of a row that is too old; of
 _take_seen, _take_rest = attrgetter(*_SEEN), attrgetter(*_REST)
 
 
-def decide(policy: Policy, rows: Rows, count: int) -> tuple[mx.array, mx.array]:
-    """Indices of the ``count`` rows to go, ``[batch, heads or 1, count]``, and all rows' scores.
+def decide(
+    policy: Policy, rows: Rows, count: int, stale: bool
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Indices of the ``count`` rows to go, ``[batch, heads or 1, count]``; all rows' scores; and
+    their positions, with room made.
 
     After a decoded token this is the same small work each time. Where the policy says that it is
     ``pure``, its hooks are asked once, and what they built is replayed from then on: MLX makes
@@ -31,14 +35,15 @@ def decide(policy: Policy, rows: Rows, count: int) -> tuple[mx.array, mx.array]:
         PolicyHookError: a hook of a pure policy waits for a number; or what ``score_rows`` and
             ``choose_rows`` raise.
     """
+    index = storage.numbers(rows.positions.shape[-1]) if count == 1 else None
     if not policy.replayable or rows.n_new > max(policy.slack, 1):
-        return _ask(policy, rows, count)
-    if policy._replay is None:
-        object.__setattr__(policy, "_replay", mx.compile(partial(_ask_parts, policy)))
-    assert policy._replay is not None
+        return _ask(policy, rows, index, count, stale)
+    replay = policy._replays.get(rows.layer)
+    if replay is None:  # of each layer its own: MLX looks through all that one has recorded
+        replay = policy._replays[rows.layer] = mx.compile(partial(_ask_parts, policy))
     seen = None if rows.attended is None else _take_seen(rows.attended)
     try:
-        return policy._replay(seen, _take_rest(rows), count)  # type: ignore[no-any-return]
+        return replay(seen, _take_rest(rows), index, count, stale)  # type: ignore[no-any-return]
     except ValueError as error:
         if "[eval]" not in str(error):
             raise
@@ -48,23 +53,41 @@ def decide(policy: Policy, rows: Rows, count: int) -> tuple[mx.array, mx.array]:
         ) from error
 
 
-def _ask_parts(policy: Policy, seen: Any, rest: Any, count: int) -> tuple[mx.array, mx.array]:
+def _ask_parts(
+    policy: Policy, seen: Any, rest: Any, index: mx.array | None, count: int, stale: bool
+) -> tuple[mx.array, mx.array, mx.array]:
     attended = None if seen is None else Attended(*seen)
     rows = Rows(attended=attended, **dict(zip(_REST, rest, strict=True)))
-    return _ask(policy, rows, count)
+    return _ask(policy, rows, index, count, stale)
 
 
-def _ask(policy: Policy, rows: Rows, count: int) -> tuple[mx.array, mx.array]:
-    scores = score_rows(policy, rows)
-    return choose_rows(policy, rows, scores, count), scores
+def _ask(
+    policy: Policy, rows: Rows, index: mx.array | None, count: int, stale: bool
+) -> tuple[mx.array, mx.array, mx.array]:
+    scores = score_rows(policy, rows, stale)
+    gone = choose_rows(policy, rows, scores, count)
+    return gone, scores, make_room(rows, gone, index)
 
 
-def score_rows(policy: Policy, rows: Rows) -> mx.array:
-    """What the policy's ``score`` gives, checked.
+def make_room(rows: Rows, gone: mx.array, index: mx.array | None) -> mx.array:
+    """The rows' positions. A single row to go, of those with this ``index``, has that of the next
+    token already, which comes in its place; should a block come, the row is dropped in any case."""
+    if index is None:
+        return rows.positions
+    return mx.where(index == gone, rows.newest + 1, rows.positions)
+
+
+def score_rows(policy: Policy, rows: Rows, stale: bool = False) -> mx.array:
+    """What the policy's ``score`` gives, checked. Where the newest token took another one's row,
+    the score in it is ``stale``.
 
     Raises:
         PolicyHookError: it gave nothing, another shape, or another type.
     """
+    if stale:
+        positions, newest = (storage.like(x, rows.scores) for x in (rows.positions, rows.newest))
+        came = positions == newest
+        rows = attrs.evolve(rows, scores=mx.where(came, 0, rows.scores))
     scores = policy.hooks().hook.score(rows=rows)
     _check(policy, "score", scores, policy.score_shape(rows.positions.shape), (mx.float32,))
     return scores  # type: ignore[no-any-return]

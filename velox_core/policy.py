@@ -113,8 +113,8 @@ class Policy:
     extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
     _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see description.py
-    #: What a decode step's hooks built, to be replayed; see eviction.py.
-    _replay: Callable[..., Any] | None = attrs.field(default=None, init=False, repr=False)
+    #: What a decode step's hooks built in each layer, to be replayed; see eviction.py.
+    _replays: dict[int, Callable[..., Any]] = attrs.field(factory=dict, init=False, repr=False)
 
     @hookimpl
     def protect(self, rows: Rows) -> mx.array:

@@ -29,8 +29,8 @@ class Attended:
     keys: mx.array | None = None
     #: ``[batch, heads, n, rows]``: what the model adds to the logits.
     bias: mx.array | None = None
-    #: ``[batch, query_heads, newest, rows]``: the newest queries' weights, where the model's
-    #: attention gives them (in float32 on a CPU).
+    #: The newest queries' weights, where the model's attention gives them (in float32 on a CPU):
+    #: numbers of ``[batch, query_heads, newest, rows]`` in any axes.
     weights: mx.array | None = None
 
     def without_last(self, n: int) -> Attended:
@@ -96,7 +96,7 @@ class Rows:
         assert seen is not None
         if self._has_weights(last):
             assert seen.weights is not None
-            return seen.weights[:, :, -last:]
+            return seen.weights.reshape(*queries.shape[:2], -1, self.keys.shape[2])[:, :, -last:]
         queries = queries[..., -last:, :].astype(mx.float32)
         keys = (self.keys if seen.keys is None else seen.keys).astype(mx.float32)
         batch, query_heads, last, dim = queries.shape
@@ -125,12 +125,15 @@ class Rows:
         Returns:
             ``[batch, query_heads, rows]`` float32
         """
+        queries, seen = self.queries, self.attended
+        assert seen is not None
         if last == 1:
+            if self.n_new == 1 and self._has_weights(1):
+                assert seen.weights is not None
+                return seen.weights.reshape(*queries.shape[:2], -1)
             return self.attention().squeeze(2)
         if last <= _SLICE or self._has_weights(last):
             return self.attention(last).sum(axis=2)
-        seen = self.attended
-        assert seen is not None
         total = mx.zeros((*seen.queries.shape[:2], self.keys.shape[2]))
         for start in range(0, last, _SLICE):
             part = slice(start - last, min(start - last + _SLICE, 0) or None)
@@ -162,8 +165,11 @@ class Rows:
 
     def _has_weights(self, last: int) -> bool:
         """Whether the model's own attention has the ``last`` queries' weights, as they are."""
-        weights = None if self.attended is None else self.attended.weights
-        return weights is not None and last <= weights.shape[2] and not self.padded
+        seen = self.attended
+        if seen is None or seen.weights is None or self.padded:
+            return False
+        batch, query_heads = seen.queries.shape[:2]
+        return last * batch * query_heads * self.keys.shape[2] <= seen.weights.size
 
     def _visible(self, last: int, query_heads: int) -> mx.array | None:
         if last == 1 and not self.padded:

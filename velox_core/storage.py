@@ -6,6 +6,7 @@ it holds quantised rows, a tuple of three such arrays stands in one's place.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -70,14 +71,32 @@ def tie(keys: Rows, values: Rows, beside: list[Any]) -> tuple[Rows, Rows]:
     return (tied[0], tied[1]) if half == 1 else (tuple(tied[:half]), tuple(tied[half:]))
 
 
-def _put_all(rows: list[Rows], new: list[Rows], slot: mx.array, beside: list[Any]) -> list[Rows]:
-    keys, values, *others = (put(*pair, slot) for pair in zip(rows, new, strict=True))
-    return [*tie(keys, values, [*others, *beside]), *others]
+def _put_both(
+    rows: tuple[Rows, Rows], row: tuple[Rows, Rows], slot: mx.array, beside: list[Any]
+) -> tuple[Rows, Rows]:
+    keys, values = (put(*pair, slot) for pair in zip(rows, row, strict=True))
+    return tie(keys, values, beside) if beside else (keys, values)
 
 
-#: ``put`` for keys, values and what else a row has, ``beside`` tied to them. It is the same work at
-#: each decode step, so it is recorded once: Python's time is dear there.
-put_all = mx.compile(_put_all)
+#: ``put`` for keys and values, ``beside`` tied to them. It is the same work at each decode step,
+#: so it is recorded once: Python's time is dear there.
+put_both = mx.compile(_put_both)
+
+
+# What is the same in all layers of a step is made once for all of them, of numbers and not by an
+# operation: that would be bound to the thread which comes first.
+
+
+@lru_cache(maxsize=16)
+def numbers(rows: int) -> mx.array:
+    """The rows' indices, ``[rows]`` uint32."""
+    return mx.array(list(range(rows)), dtype=mx.uint32)
+
+
+@lru_cache(maxsize=16)
+def column(positions: tuple[int, ...], axes: int) -> mx.array:
+    """One position a sequence, ``[sequences, 1]`` or ``[sequences, 1, 1]`` int32."""
+    return mx.array([[x] if axes == 2 else [[x]] for x in positions], dtype=mx.int32)
 
 
 def take(rows: Rows, keep: mx.array) -> Rows:

@@ -40,7 +40,8 @@ def weigh(
             two thirds of the time; the last bits may then differ.
 
     Returns:
-        The output, ``[batch, query_heads, n, value_dim]``, and the weights, ``[…, n, rows]``.
+        The output, ``[batch, query_heads, n, value_dim]``, and the weights: those of
+        ``[batch, query_heads, n, rows]``, in that order, with axes as they come.
     """
     batch, heads, n, dim = queries.shape
     kv_heads, rows = keys.shape[1:3]
@@ -51,14 +52,15 @@ def weigh(
         queries = queries.reshape(batch, kv_heads, -1, n, dim)
         keys, values = keys[:, :, None], values[:, :, None]
     products = (*queries.shape[:-1], rows)
-    logits = (queries @ keys.swapaxes(-1, -2)).reshape(batch, heads, n, rows)
+    logits = queries @ keys.swapaxes(-1, -2)
     if mask is not None:
         if isinstance(mask, str):  # "causal"
             mask = mx.arange(rows - n, rows)[:, None] >= mx.arange(rows)
-        logits = mx.where(mask, logits, mx.finfo(mx.float32).min)
+        logits = logits.reshape(batch, heads, n, rows)
+        logits = mx.where(mask, logits, mx.finfo(mx.float32).min).reshape(products)
     weights = mx.softmax(logits, axis=-1)
-    output = weights.reshape(products) @ values
-    return output.reshape(batch, heads, n, -1), weights
+    output = (weights @ values).reshape(batch, heads, n, -1)
+    return output, weights
 
 
 #: The same for a decode step, recorded once.

@@ -12,6 +12,7 @@ from velox_core import Policy, Rows, at_least, hookimpl, one_of
 __all__ = ["MorphKV"]
 
 PARTS = 8  # that the window is counted in, at most
+_PARTS = mx.array(list(range(PARTS)))
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -79,21 +80,25 @@ class MorphKV(Policy):
     @hookimpl
     def score(self, rows: Rows) -> mx.array:
         """Each part's fused weights: of those that it had, and of the newest block's queries."""
-        n = self.score_parts
+        n, queries = self.score_parts, rows.query_positions
         latest = rows.newest // self.part
-        turns = latest - (latest - mx.arange(n)) % n  # of each part, [batch, 1, parts]
-        positions = rows.query_positions
-        came = (positions >= 0).sum(axis=-1) if rows.padded else mx.array([rows.n_new])
-        goes_on = turns * self.part <= rows.newest - came[:, None, None]  # else it begins anew
-        older = mx.where(goes_on[:, None], rows.scores, 0)
+        turns = latest - (latest - _PARTS[:n]) % n  # of each part, [batch, 1, parts]
+        came = (queries >= 0).sum(axis=-1)[:, None, None] if rows.padded else rows.n_new
+        goes_on = turns * self.part <= rows.newest - came  # else it begins anew
 
         last = min(rows.n_new, self.part * n)
-        weights = rows.pool(rows.attention(last))
-        theirs = positions[:, None, -last:, None] // self.part == turns[:, None]
-        if self.fusion == "max":
-            fused = mx.where(theirs[..., None, :], weights[..., None], 0).max(axis=2)
-            return mx.maximum(older, fused)
-        return older + weights.swapaxes(2, 3) @ theirs.astype(mx.float32)
+        weights = rows.pool(rows.attention(last).swapaxes(2, 3))
+        if last == 1 and not rows.padded:  # a decode step: few operations, as each is launched
+            turn = mx.where(turns == latest, mx.where(goes_on, 1, -1), 0)[:, None]
+            older, fused = mx.where(turn < 0, 0, rows.scores), mx.where(turn == 0, 0, weights)
+        else:
+            older = mx.where(goes_on[:, None], rows.scores, 0)
+            theirs = queries[:, None, -last:, None] // self.part == turns[:, None]
+            if self.fusion == "max":
+                fused = mx.where(theirs[:, :, None], weights[..., None], 0).max(axis=3)
+            else:
+                fused = weights @ theirs.astype(mx.float32)
+        return mx.maximum(older, fused) if self.fusion == "max" else older + fused
 
     def fuse(self, parts: mx.array) -> mx.array:
         if self.fusion == "max":

@@ -46,4 +46,4 @@ class TOVA(Policy):
 
     @hookimpl
     def score(self, rows: Rows) -> mx.array:
-        return rows.pool(rows.attention(last=1)).squeeze(2)
+        return rows.pool(rows.received(last=1))
