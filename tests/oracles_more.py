@@ -121,7 +121,7 @@ class MorphKV(Choice):
         self.notes |= {query: self.weights(query) for query in new}
 
     def cut(self) -> list[int]:
-        size = math.ceil(self.window / 8)
+        size = math.ceil(self.window / 4)
         groups = math.ceil(self.window / size)
         oldest = max(((self.seen - 1) // size - groups + 1) * size, 0)
         seen = [self.notes[query] for query in range(oldest, self.seen)]

@@ -11,7 +11,7 @@ from velox_core import Policy, Rows, at_least, hookimpl, one_of
 
 __all__ = ["MorphKV"]
 
-PARTS = 8  # that the window is counted in, at most
+PARTS = 4  # that the window is counted in, at most
 _PARTS = mx.array(list(range(PARTS)))
 
 
@@ -30,8 +30,8 @@ class MorphKV(Policy):
     Args:
         budget: rows a layer keeps, or one number a layer. Default 512.
         window: how many of the latest queries score, and of the newest rows stay. Default 32. It
-            is counted in at most 8 parts, the oldest of which leaves whole, so a few more or fewer
-            score: with 32 it is 29 to 32, with 33 it is 31 to 35. Up to 8 it is exact.
+            is counted in at most 4 parts, the oldest of which leaves whole, so a few more or fewer
+            score: with 32 it is 25 to 32, with 33 it is 28 to 36. Up to 4 it is exact.
         fusion: ``"sum"`` (default), ``"max"`` or ``"mean"`` over the window's queries.
         n_sink: first tokens that always stay. Default 4.
         scope: ``"head"`` (default, the paper's), a choice a KV head over its group of query heads,
