@@ -24,7 +24,7 @@ from velox_core import (
     load_policy,
     make_cache,
 )
-from velox_core.rows import Attended
+from velox_core.rows import Attended, lowest
 
 LLAMA = tiny_models.build("llama")  # 2 layers, 2 KV heads of 16
 TOKENS = mx.random.randint(0, tiny_models.VOCAB, (2, 400), key=mx.random.key(0))
@@ -457,6 +457,15 @@ class InPlace(Policy):
         values += 1
         return scores
 
+    @hookimpl
+    def evict(self, rows, scores, protected, count):
+        gone = lowest(mx.where(protected, mx.inf, scores), rows.positions, count)
+        seen = [rows.positions, rows.newest]
+        positions, newest = [array + 0 for array in seen] if self.copies else seen
+        positions += 1
+        newest += 1
+        return gone
+
 
 def test_a_hook_that_works_in_place_changes_nothing_that_is_held():
     found = []
@@ -470,6 +479,38 @@ def test_a_hook_that_works_in_place_changes_nothing_that_is_held():
     assert rows == other_rows
     assert np.array_equal(logits, other_logits)
     assert all(map(np.array_equal, keys, other_keys))
+
+
+def test_every_hook_sees_the_newest_row_without_a_score():
+    """It came in the place of a row that had one."""
+    seen = []
+
+    @attrs.frozen(eq=False, kw_only=True)
+    class Looks(Policy):
+        hook_version: ClassVar[int] = 1
+        every_step: ClassVar[bool] = True
+
+        def look(self, rows):
+            seen.append(mx.where(rows.positions == rows.newest, rows.scores, 0).sum().item())
+
+        @hookimpl
+        def score(self, rows):
+            self.look(rows)
+            return rows.scores + 1
+
+        @hookimpl
+        def protect(self, rows):
+            self.look(rows)
+            return rows.positions < 0
+
+        @hookimpl(wrapper=True)
+        def evict(self, rows):
+            self.look(rows)
+            return (yield)
+
+    feed(make_cache(LLAMA, Looks(budget=8, n_sink=0)), [5, *[1] * 8])
+    assert len(seen) > 20
+    assert not any(seen)
 
 
 # max_age, in every mix of blocks: see test_tova_oracle.py

@@ -373,6 +373,20 @@ def test_speculative_decoding_gives_the_tokens_of_plain(name, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("name", "queries"), [("streaming", "model"), ("tova", "keys")])
+def test_after_tokens_that_can_be_taken_back_a_long_block(name, queries, scheme):
+    model = tiny()
+    policy = load_policy(name, budget=12, n_sink=1, positions=scheme, queries=queries)
+    caches = make_cache(model, policy), make_cache(model, policy, lookback=4)
+    tokens = mx.random.randint(1, 50, (1, 60), key=mx.random.key(1))
+    start = 0
+    for n in [20, 1, 1, 1, 9, *[1] * 6, 6, 1]:
+        wanted, got = (model(tokens[:, start : start + n], cache=cache) for cache in caches)
+        assert np.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        start += n
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantised_rows_are_rotated_as_they_are_held(scheme):
     model = tiny_models.build("llama", hidden_size=128, num_attention_heads=4,
                               num_key_value_heads=2, head_dim=32)  # fmt: skip

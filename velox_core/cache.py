@@ -13,7 +13,7 @@ from mlx_lm.models import cache as mlx_cache
 
 from . import storage
 from .errors import UnobservedAttentionError
-from .eviction import decide, make_room, score_rows
+from .eviction import decide, make_room, newest_unscored, score_rows
 from .hooks import origin
 from .rows import Attended, Rows, lowest
 from .trim import Trimmable
@@ -159,13 +159,14 @@ class VeloxCache(Trimmable):
             gone, scores, positions = decide(self.policy, rows, count, stale)
             return gone, self._remembered(scores) if self.policy.every_step else None, positions
         if self.policy.every_step:
-            remembered = self._remembered(score_rows(self.policy, rows, stale))
+            rows = newest_unscored(rows) if stale else rows
+            remembered = self._remembered(score_rows(self.policy, rows))
         if not count:
             return None, remembered, None
         empty_first = mx.zeros(rows.positions.shape)  # only padding has to go
         gone = lowest(empty_first, rows.positions, count)
         index = storage.numbers(self._rows) if count == 1 else None
-        return gone, remembered, make_room(rows, gone, index)
+        return gone, remembered, make_room(rows.positions, rows.newest, gone, index)
 
     def _remembered(self, scores: mx.array) -> mx.array:
         """The new scores; of a sequence that the block had only padding for, those it had."""

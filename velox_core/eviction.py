@@ -25,7 +25,8 @@ def decide(
     policy: Policy, rows: Rows, count: int, stale: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Indices of the ``count`` rows to go, ``[batch, heads or 1, count]``; all rows' scores; and
-    their positions, with room made.
+    their positions, with room made. ``stale``: the newest token took another one's row, whose
+    score stands there still.
 
     After a decoded token this is the same small work each time. Where the policy says that it is
     ``pure``, its hooks are asked once, and what they built is replayed from then on: MLX makes
@@ -64,30 +65,34 @@ def _ask_parts(
 def _ask(
     policy: Policy, rows: Rows, index: mx.array | None, count: int, stale: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
-    scores = score_rows(policy, rows, stale)
+    positions, newest = rows.positions[...], rows.newest[...]  # hooks may work in place
+    if stale:
+        rows = newest_unscored(rows)
+    scores = score_rows(policy, rows)
     gone = choose_rows(policy, rows, scores, count)
-    return gone, scores, make_room(rows, gone, index)
+    return gone, scores, make_room(positions, newest, gone, index)
 
 
-def make_room(rows: Rows, gone: mx.array, index: mx.array | None) -> mx.array:
+def make_room(
+    positions: mx.array, newest: mx.array, gone: mx.array, index: mx.array | None
+) -> mx.array:
     """The rows' positions. A single row to go, of those with this ``index``, has that of the next
     token already, which comes in its place; should a block come, the row is dropped in any case."""
-    if index is None:
-        return rows.positions
-    return mx.where(index == gone, rows.newest + 1, rows.positions)
+    return positions if index is None else mx.where(index == gone, newest + 1, positions)
 
 
-def score_rows(policy: Policy, rows: Rows, stale: bool = False) -> mx.array:
-    """What the policy's ``score`` gives, checked. Where the newest token took another one's row,
-    the score in it is ``stale``.
+def newest_unscored(rows: Rows) -> Rows:
+    """Rows whose newest token took another one's row, and with it that one's score: without it."""
+    positions, newest = (storage.like(x, rows.scores) for x in (rows.positions, rows.newest))
+    return attrs.evolve(rows, scores=mx.where(positions == newest, 0, rows.scores))
+
+
+def score_rows(policy: Policy, rows: Rows) -> mx.array:
+    """What the policy's ``score`` gives, checked.
 
     Raises:
         PolicyHookError: it gave nothing, another shape, or another type.
     """
-    if stale:
-        positions, newest = (storage.like(x, rows.scores) for x in (rows.positions, rows.newest))
-        came = positions == newest
-        rows = attrs.evolve(rows, scores=mx.where(came, 0, rows.scores))
     scores = policy.hooks().hook.score(rows=rows)
     _check(policy, "score", scores, policy.score_shape(rows.positions.shape), (mx.float32,))
     return scores  # type: ignore[no-any-return]

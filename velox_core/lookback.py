@@ -140,15 +140,16 @@ class LookbackCache(VeloxCache):
     def _mark_gone(self, rows: Rows) -> None:
         over = self._held[0] > self.budget
         if over or self.policy.every_step:
+            positions = rows.positions[...]  # hooks may work in place
             scores = score_rows(self.policy, rows)
             if self.policy.every_step:
-                empty = storage.like(rows.positions < 0, scores)  # tokens to come have none
+                empty = storage.like(positions < 0, scores)  # tokens to come have none
                 self._scores = mx.where(empty, 0, scores)
             if over:
                 # Rows marked before, and tokens to come, are empty: they go first, once more.
                 gone = choose_rows(self.policy, rows, scores, self._rows - self.budget)
                 marked = mx.array(-1, dtype=mx.int32)
-                self._positions = mx.put_along_axis(rows.positions, gone, marked, axis=-1)
+                self._positions = mx.put_along_axis(positions, gone, marked, axis=-1)
                 self._held = [self.budget]
         self._slide_window()
 
@@ -189,6 +190,7 @@ class LookbackCache(VeloxCache):
         if not 0 < next_block <= self.lookback:
             self._past.clear()
             self._mask = None
+            self._forget_numbers()
             self._drop_empty()
 
     def _drop_old(self) -> None:
