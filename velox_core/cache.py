@@ -165,8 +165,7 @@ class VeloxCache(Trimmable):
             return None, remembered, None
         empty_first = mx.zeros(rows.positions.shape)  # only padding has to go
         gone = lowest(empty_first, rows.positions, count)
-        index = storage.numbers(self._rows) if count == 1 else None
-        return gone, remembered, make_room(rows.positions, rows.newest, gone, index)
+        return gone, remembered, make_room(rows.positions, rows.newest, gone)
 
     def _remembered(self, scores: mx.array) -> mx.array:
         """The new scores; of a sequence that the block had only padding for, those it had."""

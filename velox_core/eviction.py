@@ -36,15 +36,14 @@ def decide(
         PolicyHookError: a hook of a pure policy waits for a number; or what ``score_rows`` and
             ``choose_rows`` raise.
     """
-    index = storage.numbers(rows.positions.shape[-1]) if count == 1 else None
     if not policy.replayable or rows.n_new > max(policy.slack, 1):
-        return _ask(policy, rows, index, count, stale)
+        return _ask(policy, rows, count, stale)
     replay = policy._replays.get(rows.layer)
     if replay is None:  # of each layer its own: MLX looks through all that one has recorded
         replay = policy._replays[rows.layer] = mx.compile(partial(_ask_parts, policy))
     seen = None if rows.attended is None else _take_seen(rows.attended)
     try:
-        return replay(seen, _take_rest(rows), index, count, stale)  # type: ignore[no-any-return]
+        return replay(seen, _take_rest(rows), count, stale)  # type: ignore[no-any-return]
     except ValueError as error:
         if "[eval]" not in str(error):
             raise
@@ -55,30 +54,30 @@ def decide(
 
 
 def _ask_parts(
-    policy: Policy, seen: Any, rest: Any, index: mx.array | None, count: int, stale: bool
+    policy: Policy, seen: Any, rest: Any, count: int, stale: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
     attended = None if seen is None else Attended(*seen)
     rows = Rows(attended=attended, **dict(zip(_REST, rest, strict=True)))
-    return _ask(policy, rows, index, count, stale)
+    return _ask(policy, rows, count, stale)
 
 
 def _ask(
-    policy: Policy, rows: Rows, index: mx.array | None, count: int, stale: bool
+    policy: Policy, rows: Rows, count: int, stale: bool
 ) -> tuple[mx.array, mx.array, mx.array]:
     positions, newest = rows.positions[...], rows.newest[...]  # hooks may work in place
     if stale:
         rows = newest_unscored(rows)
     scores = score_rows(policy, rows)
     gone = choose_rows(policy, rows, scores, count)
-    return gone, scores, make_room(positions, newest, gone, index)
+    return gone, scores, make_room(positions, newest, gone)
 
 
-def make_room(
-    positions: mx.array, newest: mx.array, gone: mx.array, index: mx.array | None
-) -> mx.array:
-    """The rows' positions. A single row to go, of those with this ``index``, has that of the next
-    token already, which comes in its place; should a block come, the row is dropped in any case."""
-    return positions if index is None else mx.where(index == gone, newest + 1, positions)
+def make_room(positions: mx.array, newest: mx.array, gone: mx.array) -> mx.array:
+    """The rows' positions. A single row to go has that of the next token already, which comes in
+    its place; should a block come, the row is dropped in any case."""
+    if gone.shape[-1] != 1:
+        return positions
+    return mx.where(storage.numbers(positions.shape[-1]) == gone, newest + 1, positions)
 
 
 def newest_unscored(rows: Rows) -> Rows:

@@ -125,16 +125,16 @@ class Rows:
         Returns:
             ``[batch, query_heads, rows]`` float32
         """
-        queries, seen = self.queries, self.attended
+        heads, seen = self.queries.shape[:2], self.attended
         assert seen is not None
         if last == 1:
             if self.n_new == 1 and self._has_weights(1):
                 assert seen.weights is not None
-                return seen.weights.reshape(*queries.shape[:2], -1)
+                return seen.weights.reshape(*heads, -1)
             return self.attention().squeeze(2)
         if last <= _SLICE or self._has_weights(last):
             return self.attention(last).sum(axis=2)
-        total = mx.zeros((*seen.queries.shape[:2], self.keys.shape[2]))
+        total = mx.zeros((*heads, self.keys.shape[2]))
         for start in range(0, last, _SLICE):
             part = slice(start - last, min(start - last + _SLICE, 0) or None)
             queries = mx.depends([seen.queries[..., part, :]], [total])[0]  # one after another
