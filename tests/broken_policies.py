@@ -431,3 +431,18 @@ class OtherwiseReplayed(Right):
         except ValueError:
             return -weights
         return weights
+
+
+@policy
+class OtherwiseTogether(Right):
+    """Looks at the layer, and does without where all are asked at once."""
+
+    pure: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows):
+        weights = rows.pool(rows.attention(last=1)).squeeze(2)
+        try:
+            return -weights if rows.layer % 2 else weights
+        except TypeError:
+            return weights

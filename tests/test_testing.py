@@ -72,6 +72,7 @@ FAILS = {
     broken.IfOfAnArray: {"waiting"},
     broken.Slow: {"cost"},
     broken.OtherwiseReplayed: {"replay"},
+    broken.OtherwiseTogether: {"replay"},
 }
 
 

@@ -1,8 +1,9 @@
 """The KV cache that evicts: one a layer, for any policy.
 
 A token's way: ``update_and_fetch`` settles the block before it (the policy says which rows go),
-then adds the new rows and returns kept ones plus new ones. The model attends, and ``observe``
-remembers the queries that it did that with. Eviction thus waits for the next block.
+then adds the new rows and returns kept ones plus new ones. The model attends, ``observe``
+remembers the queries that it did that with, and ``attended`` has the rows to go chosen, now or
+(turns.py) along with other layers'. Eviction thus waits for the next block.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import attrs
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
-from . import storage
-from .errors import UnobservedAttentionError
+from . import storage, turns
 from .eviction import decide, make_room, newest_unscored, score_rows
-from .hooks import origin
-from .rows import Attended, Rows, lowest
-from .trim import Trimmable
+from .rows import Attended, lowest
+from .view import View
 
 
-class VeloxCache(Trimmable):
+class VeloxCache(View):
     """Keys and values of at most ``budget`` rows of one layer, each with its true position.
 
     Below the budget it gives what mlx-lm's ``KVCache`` gives, bit for bit. In a batch made by
@@ -86,6 +85,10 @@ class VeloxCache(Trimmable):
     def head_dim(self) -> int:
         return int(self.keys.shape[3])
 
+    @property
+    def value_dim(self) -> int:
+        return int(self.values.shape[3])
+
     # Eviction ------------------------------------------------------------------------------
 
     def _settle(self, next_block: int = 0) -> None:
@@ -93,6 +96,8 @@ class VeloxCache(Trimmable):
         as a hole to be overwritten; otherwise the kept rows close up, in the order of time."""
         if self._n_new and not self._grows(next_block):
             chosen = self._chosen
+            if isinstance(chosen, turns.Turn):
+                chosen = turns.choose(chosen)
             if chosen is None:
                 chosen = self._choose()
                 self._untied = storage.arrays(*chosen)
@@ -124,17 +129,24 @@ class VeloxCache(Trimmable):
 
     def attended(self, output: mx.array) -> mx.array:
         """The model attended to the newest block, with this output. What goes with it is chosen at
-        once and evaluated along with the output: left to the next step, the scoring would still
-        hold the weights, and the keys when that step writes a row among them: MLX would copy all.
+        once, or after a token along with other layers' turns, and what is worked out for that is
+        evaluated with the output: left to the next step, it would still hold the weights, and the
+        keys when that step writes a row among them: MLX would copy all.
         """
+        seen, worked_out = self._seen, []
         waits = self.policy.slack and self._last == 1  # the next token may join this block
-        if self._n_new and self._seen is not None and not waits:
+        if self._has_turn():
+            if seen is not None and seen.weights is None:
+                seen.weights = turns.weights(self._view())
+                worked_out = [seen.weights]
+            self._chosen = turns.leave(self._turn())
+        elif self._n_new and seen is not None and not waits:
             self._chosen = self._choose()
-            chosen = storage.arrays(*self._chosen)
-            if chosen:
-                output = mx.depends([output], chosen)[0]
-        if self._seen is not None:
-            self._seen.weights = None  # as large as all that the model works out for the block
+            worked_out = storage.arrays(*self._chosen)
+        if worked_out:
+            output = mx.depends([output], worked_out)[0]
+        if seen is not None:
+            seen.weights = None  # as large as all that the model works out for the block
         self._numbered = None  # as large as the rows themselves
         return output
 
@@ -173,52 +185,6 @@ class VeloxCache(Trimmable):
             return scores
         came = mx.array(self._fresh)[:, None, None] > 0
         return mx.where(storage.like(came, scores), scores, self._scores[:, :, : self._rows])
-
-    def _latest(self) -> tuple[Attended | None, mx.array]:
-        """What the policy's latest queries attended with, and their positions."""
-        seen, positions = self._seen, self._query_positions()
-        if not self.policy.n_queries:
-            return None, positions
-        if seen is None:
-            raise UnobservedAttentionError(
-                f"{origin(self.policy)}: layer {self.layer} took in tokens, but its attention "
-                "showed no query, so rows can't be scored. Use queries='keys', which takes "
-                "the incoming keys in the queries' place, or a policy that needs no queries."
-            )
-        if (self.policy.n_queries > 1 or self._earlier) and seen.keys is not None:
-            raise UnobservedAttentionError(
-                f"{origin(self.policy)} looks at the last {self.policy.n_queries} queries, and "
-                f"layer {self.layer} attends with other keys than it stores (MLA), so older "
-                "queries can't be scored again. Use a policy that needs the last one, as TOVA."
-            )
-        return self._latest_queries(seen, positions)
-
-    def _view(self) -> Rows:
-        """The rows in use and the latest queries, as hooks see them."""
-        keys, values = self._numbers()
-        assert self._positions is not None
-        positions = storage.first(self._positions, self._rows)
-        seen, query_positions = self._latest()
-        if self.renumbers and seen is not None:
-            seen = attrs.evolve(seen, queries=self._turned(seen.queries, query_positions))
-        if self._scores is None:
-            scores = mx.zeros(self.policy.score_shape(positions.shape))
-        else:
-            scores = storage.first(self._scores, self._rows)
-        return Rows(
-            keys=keys,
-            values=values,
-            positions=positions,
-            scores=scores,
-            query_positions=query_positions,
-            newest=storage.column(tuple([seen - 1 for seen in self._tokens]), 3)[...],
-            n_new=self._n_new,
-            attended=seen,
-            budget=self.budget,
-            layer=self.layer,
-            scope=self.policy.scope,
-            padded=self._padded or self._queries_missing(),
-        )
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> VeloxCache:
         """The same cache with its rows quantised, which goes on evicting (mlx-lm's ``kv_bits``).

@@ -11,6 +11,7 @@ from . import storage
 from .description import describe, restore
 from .policy import Policy
 from .rows import LATEST, Attended
+from .turns import Turn
 
 #: Attributes that are arrays with the sequences on their first axis.
 ARRAYS = ("keys", "values", "_positions", "_scores", "_window", "_window_positions")
@@ -48,7 +49,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._last = 0  # rows that came with the last call: all of the block, unless it grows
         self._seen: Attended | None = None  # what the model attended to them with
         self._earlier: list[Attended | None] = []  # and to those before them, of a block that grew
-        self._chosen: tuple[Any, Any, Any] | None = None  # what goes with it, where known already
+        self._chosen: Turn | tuple[Any, Any, Any] | None = None  # what goes, where known already
 
     def _settle(self, next_block: int = 0) -> None:
         raise NotImplementedError  # the cache's
@@ -174,8 +175,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
     def state(self) -> list[Any]:
         """All that makes the cache, for mlx-lm to evaluate, save and restore."""
         self._settle()
-        kept = [getattr(self, name) for name in ARRAYS[:4]]
-        kept = [None if rows is None else storage.first(rows, self._rows) for rows in kept]
+        kept = [storage.first(getattr(self, name), self._rows) for name in ARRAYS[:4]]
         window = [self._window, self._window_positions]
         numbers = [self._tokens, self._held, self._coming, self._merged, self.budget, self.layer]
         return [*kept, *window, *numbers, describe(self.policy)]

@@ -37,7 +37,7 @@ def decide(
             ``choose_rows`` raise.
     """
     if not policy.replayable or rows.n_new > max(policy.slack, 1):
-        return _ask(policy, rows, count, stale)
+        return ask(policy, rows, count, stale)
     replay = policy._replays.get(rows.layer)
     if replay is None:  # of each layer its own: MLX looks through all that one has recorded
         replay = policy._replays[rows.layer] = mx.compile(partial(_ask_parts, policy))
@@ -58,12 +58,11 @@ def _ask_parts(
 ) -> tuple[mx.array, mx.array, mx.array]:
     attended = None if seen is None else Attended(*seen)
     rows = Rows(attended=attended, **dict(zip(_REST, rest, strict=True)))
-    return _ask(policy, rows, count, stale)
+    return ask(policy, rows, count, stale)
 
 
-def _ask(
-    policy: Policy, rows: Rows, count: int, stale: bool
-) -> tuple[mx.array, mx.array, mx.array]:
+def ask(policy: Policy, rows: Rows, count: int, stale: bool) -> tuple[mx.array, mx.array, mx.array]:
+    """What ``decide`` gives, its hooks asked now."""
     positions, newest = rows.positions[...], rows.newest[...]  # hooks may work in place
     if stale:
         rows = newest_unscored(rows)

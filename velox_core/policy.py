@@ -89,7 +89,8 @@ class Policy:
     #: takes ``every_step``. 0: a score is one number.
     score_parts: ClassVar[int] = 0
     #: Whether what the hooks build depends on nothing but ``rows`` and the options: no random
-    #: numbers, no counting, no printing. Decoding is quicker then, as it can be replayed.
+    #: numbers, no counting, no printing. Decoding is quicker then, as it can be replayed, and
+    #: done for all layers at once.
     pure: ClassVar[bool] = False
 
     budget: int | tuple[int, ...] = attrs.field(
@@ -113,8 +114,11 @@ class Policy:
     extras: tuple[object, ...] = attrs.field(default=(), init=False, repr=False)
     _hooks: pluggy.PluginManager | None = attrs.field(default=None, init=False, repr=False)
     _spec: str | None = attrs.field(default=None, init=False, repr=False)  # see description.py
-    #: What a decode step's hooks built in each layer, to be replayed; see eviction.py.
-    _replays: dict[int, Callable[..., Any]] = attrs.field(factory=dict, init=False, repr=False)
+    #: What a decode step's hooks built, to be replayed: in each layer (eviction.py), and for all
+    #: layers at once (turns.py), None where that can't be done.
+    _replays: dict[int | str, Callable[..., Any] | None] = attrs.field(
+        factory=dict, init=False, repr=False
+    )
 
     @hookimpl
     def protect(self, rows: Rows) -> mx.array:

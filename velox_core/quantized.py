@@ -51,6 +51,10 @@ class QuantizedVeloxCache(VeloxCache):
         return int(self.keys[1].shape[3]) * self.group_size
 
     @property
+    def value_dim(self) -> int:
+        return int(self.values[1].shape[3]) * self.group_size
+
+    @property
     def to_quantized(self) -> Any:
         # mlx-lm quantises whatever has this, after every step.
         raise AttributeError("to_quantized: this cache is quantised")

@@ -33,6 +33,28 @@ class Attended:
     #: numbers of ``[batch, query_heads, newest, rows]`` in any axes.
     weights: mx.array | None = None
 
+    def over(self, keys: mx.array, mask: mx.array | None = None) -> mx.array:
+        """The softmaxed attention over rows with these keys, or its own; 0 where ``mask`` hides
+        one: ``[batch, query_heads, n, rows]`` float32."""
+        queries = self.queries.astype(mx.float32)
+        keys = (keys if self.keys is None else self.keys).astype(mx.float32)
+        batch, query_heads, n, dim = queries.shape
+        grouped = queries.reshape(batch, keys.shape[1], -1, dim) * self.scale
+        logits = (grouped @ keys.swapaxes(-1, -2)).reshape(batch, query_heads, n, -1)
+        if self.softcap:
+            logits = mx.tanh(logits / self.softcap) * self.softcap
+        if self.bias is not None:
+            logits = logits + self.bias.astype(mx.float32)
+        if mask is not None:
+            logits = mx.where(mask, logits, mx.finfo(mx.float32).min)
+        if self.sinks is None:
+            weights = mx.softmax(logits, axis=-1)
+        else:
+            sinks = self.sinks.astype(mx.float32)[:, None, None]
+            sinks = mx.broadcast_to(sinks, (*logits.shape[:-1], 1))
+            weights = mx.softmax(mx.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
+        return weights if mask is None else mx.where(mask, weights, 0)
+
     def without_last(self, n: int) -> Attended:
         """The same without the newest ``n`` tokens."""
         keys = None if self.keys is None else self.keys[:, :, :-n]
@@ -97,25 +119,12 @@ class Rows:
         if self._has_weights(last):
             assert seen.weights is not None
             return seen.weights.reshape(*queries.shape[:2], -1, self.keys.shape[2])[:, :, -last:]
-        queries = queries[..., -last:, :].astype(mx.float32)
-        keys = (self.keys if seen.keys is None else seen.keys).astype(mx.float32)
-        batch, query_heads, last, dim = queries.shape
-        grouped = queries.reshape(batch, keys.shape[1], -1, dim) * seen.scale
-        logits = (grouped @ keys.swapaxes(-1, -2)).reshape(batch, query_heads, last, -1)
-        if seen.softcap:
-            logits = mx.tanh(logits / seen.softcap) * seen.softcap
-        if seen.bias is not None:
-            logits = logits + seen.bias[..., -last:, :].astype(mx.float32)
-        mask = self._visible(last, query_heads)
-        if mask is not None:
-            logits = mx.where(mask, logits, mx.finfo(mx.float32).min)
-        if seen.sinks is None:
-            weights = mx.softmax(logits, axis=-1)
-        else:
-            sinks = seen.sinks.astype(mx.float32)[:, None, None]
-            sinks = mx.broadcast_to(sinks, (*logits.shape[:-1], 1))
-            weights = mx.softmax(mx.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
-        return weights if mask is None else mx.where(mask, weights, 0)
+        seen = attrs.evolve(
+            seen,
+            queries=queries[..., -last:, :],
+            bias=None if seen.bias is None else seen.bias[..., -last:, :],
+        )
+        return seen.over(self.keys, self._visible(last, queries.shape[1]))
 
     def received(self, last: int) -> mx.array:
         """What each row got from the ``last`` newest queries together: their attention, summed.

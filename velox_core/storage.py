@@ -113,6 +113,8 @@ def take(rows: Rows, keep: mx.array) -> Rows:
 
 def first(rows: Rows, n: int) -> Rows:
     """The first ``n`` rows, as arrays of their own: ``x += 1`` doesn't change what is held."""
+    if rows is None:
+        return None
     if isinstance(rows, tuple):
         return tuple(first(array, n) for array in rows)
     return rows[...] if n == rows.shape[2] else rows[:, :, :n]

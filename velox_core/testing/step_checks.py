@@ -177,26 +177,29 @@ cost = Check(
 def _replay(trial: Trial) -> str:
     if not trial.subject.make().replayable:
         return "not pure: its hooks are asked at each step"
-    stream = trial.stream(trial.budget + 20)
+    streams = [trial.stream(trial.budget + 20, layer) for layer in range(2)]
+    blocks = trial.budget + 3, *[1] * 10
     with compiling() as works:
         if not works:
             return NO_REPLAY
         for scope in trial.subject.scopes:
-            asked = trial.cache(scope=scope)  # guarded, and a guard wants to see each step
-            replayed = trial.cache(policy=trial.subject.make(scope=scope))
-            for n in (trial.budget + 3, *[1] * 10):
-                stream.feed(asked, [n])
-                stream.feed(replayed, [n])
-                mx.eval(replayed.state[:4])
-            same(replay.expected, "the replayed one", held(replayed), "the one asked", held(asked))
-            same_scores(replay.expected, asked, "replayed", replayed)
+            policy = trial.subject.make(scope=scope)
+            layers = [trial.cache(policy=policy) for _ in streams]  # of one model, as it were
+            for n in blocks:
+                for layer, stream in zip(layers, streams, strict=True):
+                    stream.feed(layer, [n])
+                mx.eval([layer.keys for layer in layers])
+            for layer, stream in zip(layers, streams, strict=True):
+                asked = stream.feed(trial.cache(scope=scope), blocks)  # its guard sees each step
+                same(replay.expected, "the replayed one", held(layer), "the one asked", held(asked))
+                same_scores(replay.expected, asked, "replayed", layer)
     return ""
 
 
 replay = Check(
     "replay",
     "a policy that says it is pure keeps the same rows whether its hooks are asked at each step "
-    "or once, and replayed",
+    "and in each layer, or once, and replayed",
     _replay,
     needs=(score, evict, protected, waiting),
 )

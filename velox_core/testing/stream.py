@@ -79,10 +79,10 @@ class Stream:
 def step(cache: VeloxCache, block: Stream) -> tuple[mx.array, mx.array]:
     """One block through one layer, as mlx-lm does it."""
     cache.make_mask(block.keys.shape[2])
-    rows = cache.update_and_fetch(block.keys, block.values)
+    keys, values = cache.update_and_fetch(block.keys, block.values)
     if cache.policy.n_queries and cache.policy.queries == "model":
         cache.observe(Attended(block.queries, block.queries.shape[-1] ** -0.5))
-    return rows
+    return cache.attended(keys), values  # in the output's place
 
 
 def side_by_side(streams: Sequence[Stream], starts: Sequence[int], n: int) -> Stream:

@@ -1,0 +1,292 @@
+"""Decode steps whose rows to go are chosen for all layers at once: the same rows as when each
+layer's hooks are asked by themselves."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import attrs
+import mlx.core as mx
+import pytest
+import tiny_models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from velox_core import Policy, PolicyHookError, Rows, hookimpl, load_policy, make_cache, turns
+
+BUDGET = 12
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("tova", {"n_sink": 2}),
+    ("tova", {"n_sink": 2, "scope": "head"}),
+    ("tova", {"queries": "keys"}),
+    ("tova", {"positions": "compressed"}),
+    ("h2o", {"max_age": 20}),
+    ("h2o", {"scope": "layer", "recent": 3}),
+    ("morphkv", {"window": 5}),
+    ("morphkv", {"window": 3, "fusion": "max"}),
+    ("streaming", {}),
+]
+
+
+class Counts:
+    """An observer, who wants to see each layer by itself."""
+
+    times = 0
+
+    @hookimpl(wrapper=True)
+    def score(self) -> Iterator[None]:
+        self.times += 1
+        return (yield)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class ByKeys(Policy):
+    """Rows of long keys stay: what is in no turn."""
+
+    hook_version: ClassVar[int] = 1
+    pure: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        return rows.pool(mx.linalg.norm(rows.keys, axis=-1))
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class ByLayer(Policy):
+    """Even layers keep the newest rows, odd ones the oldest."""
+
+    hook_version: ClassVar[int] = 1
+    pure: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        age = (rows.newest - rows.positions).astype(mx.float32)
+        return -age if rows.layer % 2 == 0 else age
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class OneLayer(ByLayer):
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        age = (rows.newest - rows.positions).astype(mx.float32)
+        return -age if rows.layer == 1 else age
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class WrongAtOnce(ByLayer):
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        return rows.positions if rows.n_new == 1 else rows.positions.astype(mx.float32)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For how many layers each choice was made."""
+    sizes: list[int] = []
+    chosen = turns._choose
+
+    def count(policy: Policy, together: list[turns.Turn]) -> None:
+        sizes.append(len(together))
+        chosen(policy, together)
+
+    monkeypatch.setattr(turns, "_choose", count)
+    return sizes
+
+
+def tokens_of(n: int, seed: int = 3, sequences: int = 1) -> mx.array:
+    return mx.random.randint(1, 30, (sequences, n), key=mx.random.key(seed))
+
+
+def decode(model: Any, cache: list[Any], tokens: mx.array, prompt: int) -> mx.array:
+    """Read a prompt and then token by token, and give their logits."""
+    logits = [model(tokens[:, :prompt], cache=cache)[:, -1:]]
+    for i in range(prompt, tokens.shape[1]):
+        logits.append(model(tokens[:, i : i + 1], cache=cache))
+        mx.eval(logits[-1])
+    return mx.concatenate(logits, axis=1)
+
+
+def velox_layers(cache: list[Any]) -> list[Any]:
+    return [layer for layer in cache if hasattr(layer, "policy")]
+
+
+def held(cache: list[Any]) -> list[Any]:
+    return [mx.sort(layer.positions, axis=-1).tolist() for layer in velox_layers(cache)]
+
+
+def both(model: Any, name: str, options: dict[str, Any], **how: Any) -> tuple[Any, Any]:
+    """Caches and logits: chosen for at once, and layer by layer."""
+    watch = Counts()
+    runs = []
+    for beside in ([], [watch]):
+        cache = make_cache(model, load_policy(name, budget=BUDGET, **options, protect=beside))
+        runs.append((cache, decode(model, cache, **how)))
+    assert watch.times
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize(("name", "options"), POLICIES)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_the_same_rows_stay(asked, name, options, dtype, sequences):
+    model = tiny_models.build("llama", dtype, num_hidden_layers=3)
+    how = {"tokens": tokens_of(40, sequences=sequences), "prompt": 15}
+    (ours, logits), (theirs, other_logits) = both(model, name, options, **how)
+    # The token after the prompt only makes the hole that the next ones go into.
+    assert asked == [3] * 23
+    assert held(ours) == held(theirs)
+    assert mx.allclose(logits, other_logits, atol=1e-5)
+    for one, other in zip(ours, theirs, strict=True):
+        if one.policy.every_step:
+            pair = [mx.sort(cache._scores, axis=2) for cache in (one, other)]
+            assert mx.allclose(*pair, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [
+        ("gpt_oss", 2),  # attention sinks
+        ("gemma2", 2),  # squeezes its logits
+        ("deepseek_v3", 2),  # stores other keys than it attends with
+        ("qwen3_next", 1),  # most layers have no keys
+    ],
+)
+def test_of_every_kind_of_attention(asked, architecture, layers):
+    model = tiny_models.build(architecture)
+    how = {"tokens": tokens_of(36), "prompt": 15}
+    (ours, logits), (theirs, other_logits) = both(model, "h2o", {"n_sink": 1}, **how)
+    assert len(velox_layers(ours)) >= layers
+    assert set(asked) == {len(velox_layers(ours))}
+    assert held(ours) == held(theirs)
+    assert mx.allclose(logits, other_logits, atol=1e-5)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class BySinks(ByLayer):
+    n_queries: ClassVar[int] = 1
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        age = (rows.newest - rows.positions).astype(mx.float32)
+        sinks = rows.attended.sinks
+        return -age if sinks is None else age * sinks.mean()
+
+
+@pytest.mark.parametrize("of", [ByKeys, ByLayer, OneLayer, BySinks])
+def test_hooks_that_want_to_know_more_are_asked_layer_by_layer(asked, of):
+    model = tiny_models.build("llama", num_hidden_layers=3)
+    ours, theirs = of(budget=BUDGET), of(budget=BUDGET)
+    theirs.hooks([Counts()])
+    tokens = tokens_of(40)
+    caches = [make_cache(model, policy) for policy in (ours, theirs)]
+    logits = [decode(model, cache, tokens, prompt=15) for cache in caches]
+    assert asked == [3]  # and then never again
+    assert held(caches[0]) == held(caches[1])
+    assert mx.allclose(*logits, atol=1e-5)
+
+
+def test_a_wrong_hook_is_named():
+    model = tiny_models.build("llama", num_hidden_layers=2)
+    cache = make_cache(model, WrongAtOnce(budget=BUDGET))
+    with pytest.raises(PolicyHookError, match=r"WrongAtOnce.* `score` gave .*int32"):
+        decode(model, cache, tokens_of(20), prompt=15)
+
+
+def test_layers_of_other_budgets_are_chosen_for_apart(asked):
+    model = tiny_models.build("llama", num_hidden_layers=4)
+    budgets = [12, 9, 12, 9]
+    runs = []
+    for beside in ([], [Counts()]):
+        cache = make_cache(model, load_policy("h2o", budget=budgets, protect=beside))
+        logits = decode(model, cache, tokens_of(30), prompt=15)
+        runs.append((logits, held(cache)))
+    assert asked == [2] * 2 * 14
+    assert runs[0][1] == runs[1][1]
+    assert mx.allclose(runs[0][0], runs[1][0], atol=1e-5)
+
+
+def test_kept_rows_of_a_layer_that_is_dropped_are_freed():
+    model = tiny_models.build("llama", num_hidden_layers=2)
+    cache = make_cache(model, load_policy("h2o", budget=BUDGET))
+    decode(model, cache, tokens_of(20), prompt=15)
+    left = [weakref.ref(layer._chosen) for layer in cache]
+    assert all(isinstance(ref(), turns.Turn) for ref in left)
+    del cache
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
+
+
+def test_threads_choose_for_their_own_caches():
+    model = tiny_models.build("llama", num_hidden_layers=2)
+    policy = load_policy("h2o", budget=BUDGET)
+    found: dict[int, Any] = {}
+
+    def run(seed: int) -> None:
+        cache = make_cache(model, policy)
+        decode(model, cache, tokens_of(40, seed), prompt=15)
+        found[seed] = held(cache)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(4):
+        alone = make_cache(model, load_policy("h2o", budget=BUDGET, protect=[Counts()]))
+        decode(model, alone, tokens_of(40, seed), prompt=15)
+        assert found[seed] == held(alone)
+
+
+MODEL = tiny_models.build("llama", num_hidden_layers=3, hidden_size=32)
+THINGS = st.one_of(
+    st.tuples(st.just("token"), st.integers(1, 29)),
+    st.tuples(st.just("token"), st.integers(1, 29)),
+    st.tuples(st.just("look"), st.integers(0, 2)),
+    st.tuples(st.just("block"), st.integers(2, 5)),
+    st.tuples(st.sampled_from(["take back", "copy", "drop", "batch"]), st.just(0)),
+)
+
+
+def do(what: str, number: int, caches: list[Any], i: int) -> None:
+    cache = caches[i]
+    if what == "token":
+        mx.eval(MODEL(mx.array([[number]]), cache=cache))
+    elif what == "look":  # one layer is settled before the others
+        assert cache[number].positions is not None
+    elif what == "block":
+        mx.eval(MODEL(tokens_of(number), cache=cache))
+    elif what == "take back":
+        for layer in cache:
+            assert layer.trim(1) == 1 or not layer.is_trimmable()
+    elif what == "copy":
+        caches[i] = copy.deepcopy(cache)
+    elif what == "drop":
+        caches[i] = copy.deepcopy(caches[0])
+    elif what == "batch":
+        pair = cache, caches[0]
+        merged = [type(layer).merge([layer, other]) for layer, other in zip(*pair, strict=True)]
+        MODEL(mx.array([[5], [6]]), cache=merged)
+        mx.eval(MODEL(mx.array([[7], [8]]), cache=merged))
+        caches[i] = [layer.extract(0) for layer in merged]
+
+
+@given(
+    name=st.sampled_from(["tova", "h2o", "morphkv", "streaming"]),
+    things=st.lists(st.tuples(st.integers(0, 2), THINGS), max_size=25),
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_happens_between_the_steps_of_several_conversations(name, things):
+    options = {"window": 3} if name == "morphkv" else {}
+    states = []
+    for beside in ([], [Counts()]):
+        policy = load_policy(name, budget=8, n_sink=1, **options, protect=beside)
+        caches = [make_cache(MODEL, policy) for _ in range(3)]
+        for seed, cache in enumerate(caches):
+            mx.eval(MODEL(tokens_of(9 + seed // 2, seed), cache=cache))
+        for i, (what, number) in things:
+            do(what, number, caches, i)
+        states.append([held(cache) for cache in caches])
+    assert states[0] == states[1]

@@ -1,0 +1,90 @@
+"""What a layer's cache shows the hooks: its rows, and the queries that attended to them."""
+
+from __future__ import annotations
+
+import attrs
+import mlx.core as mx
+
+from . import storage, turns
+from .errors import UnobservedAttentionError
+from .hooks import origin
+from .rows import Attended, Rows
+from .trim import Trimmable
+
+
+class View(Trimmable):
+    """A cache as seen by the hooks of its policy."""
+
+    def _latest(self) -> tuple[Attended | None, mx.array]:
+        """What the policy's latest queries attended with, and their positions."""
+        seen, positions = self._seen, self._query_positions()
+        if not self.policy.n_queries:
+            return None, positions
+        if seen is None:
+            raise UnobservedAttentionError(
+                f"{origin(self.policy)}: layer {self.layer} took in tokens, but its attention "
+                "showed no query, so rows can't be scored. Use queries='keys', which takes "
+                "the incoming keys in the queries' place, or a policy that needs no queries."
+            )
+        if (self.policy.n_queries > 1 or self._earlier) and seen.keys is not None:
+            raise UnobservedAttentionError(
+                f"{origin(self.policy)} looks at the last {self.policy.n_queries} queries, and "
+                f"layer {self.layer} attends with other keys than it stores (MLA), so older "
+                "queries can't be scored again. Use a policy that needs the last one, as TOVA."
+            )
+        return self._latest_queries(seen, positions)
+
+    def _view(self) -> Rows:
+        """The rows in use and the latest queries, as hooks see them."""
+        keys, values = self._numbers()
+        assert self._positions is not None
+        positions = storage.first(self._positions, self._rows)
+        seen, query_positions = self._latest()
+        if self.renumbers and seen is not None:
+            seen = attrs.evolve(seen, queries=self._turned(seen.queries, query_positions))
+        if self._scores is None:
+            scores = mx.zeros(self.policy.score_shape(positions.shape))
+        else:
+            scores = storage.first(self._scores, self._rows)
+        return Rows(
+            keys=keys,
+            values=values,
+            positions=positions,
+            scores=scores,
+            query_positions=query_positions,
+            newest=storage.column(tuple([seen - 1 for seen in self._tokens]), 3)[...],
+            n_new=self._n_new,
+            attended=seen,
+            budget=self.budget,
+            layer=self.layer,
+            scope=self.policy.scope,
+            padded=self._padded or self._queries_missing(),
+        )
+
+    def _has_turn(self) -> bool:
+        """Whether a token took another row's place, and the next row to go may be chosen along
+        with other layers'."""
+        return (
+            self._n_new == 1
+            and self._overwritten is not None
+            and self._rows == self.budget + 1 == min(self._held)
+            and (self._seen is not None or not self.policy.n_queries)
+            and turns.possible(self.policy)
+        )
+
+    def _turn(self) -> turns.Turn:
+        """This layer's turn; the weights are there."""
+        assert self._positions is not None
+        seen, heads = self._seen, (self._positions.shape[0], self.kv_heads, self._rows)
+        shapes = [(*heads, self.head_dim), (*heads, self.value_dim)]
+        return turns.Turn(
+            policy=self.policy,
+            budget=self.budget,
+            tokens=tuple(self._tokens),
+            shapes=(*shapes, seen.queries.shape) if seen else tuple(shapes),
+            arrays=(
+                storage.first(self._positions, self._rows),
+                storage.first(self._scores, self._rows),
+                seen.weights if seen else None,
+            ),
+        )
