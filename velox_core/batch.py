@@ -143,10 +143,8 @@ class Batch(Contents):
         A model makes one mask for all layers; where it can't fit this one (its rows are padded,
         or more or fewer than another layer's), the mask is made anew from the rows themselves.
         """
-        if self._positions is None or is_bias(mask):
-            return mask
         misfit = isinstance(mask, mx.array) and mask.shape[-1] != self._rows
-        if misfit or self._padded:
+        if (misfit or self._padded) and not is_bias(mask) and self._positions is not None:
             positions = self._positions[..., : self._rows]
             queries = self._query_positions()[:, -self._last :]
             mask = visible(positions, queries, padding_sees_all=True)

@@ -96,16 +96,17 @@ class VeloxCache(View):
         as a hole to be overwritten; otherwise the kept rows close up, in the order of time."""
         if self._n_new and not self._grows(next_block):
             chosen = self._chosen
-            if isinstance(chosen, turns.Turn):
-                chosen = turns.choose(chosen)
-            if chosen is None:
-                chosen = self._choose()
-                self._untied = storage.arrays(*chosen)
-            gone, scores, positions = chosen
-            if self.policy.every_step:
-                self._scores = scores
-            if positions is not None:
-                self._positions = positions
+            if isinstance(chosen, turns.Turn) and turns.choose(chosen):
+                gone, self._share = chosen.gone, chosen.share
+            else:
+                if not isinstance(chosen, tuple):
+                    chosen = self._choose()
+                    self._untied = storage.arrays(*chosen)
+                gone, scores, positions = chosen
+                if self.policy.every_step:
+                    self._scores = scores
+                if positions is not None:
+                    self._positions = positions
             self._slide_window()
             self._held = [min(held, self.budget) for held in self._held]
             self._forget_block()
@@ -136,10 +137,9 @@ class VeloxCache(View):
         seen, worked_out = self._seen, []
         waits = self.policy.slack and self._last == 1  # the next token may join this block
         if self._has_turn():
+            self._chosen = turn = turns.leave(self._turn())
             if seen is not None and seen.weights is None:
-                seen.weights = turns.weights(self._view())
-                worked_out = [seen.weights]
-            self._chosen = turns.leave(self._turn())
+                worked_out = storage.arrays(turn.weights)
         elif self._n_new and seen is not None and not waits:
             self._chosen = self._choose()
             worked_out = storage.arrays(*self._chosen)

@@ -11,7 +11,7 @@ from . import storage
 from .description import describe, restore
 from .policy import Policy
 from .rows import LATEST, Attended
-from .turns import Turn
+from .turns import Share, Turn
 
 #: Attributes that are arrays with the sequences on their first axis.
 ARRAYS = ("keys", "values", "_positions", "_scores", "_window", "_window_positions")
@@ -28,8 +28,9 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self.offset: int | mx.array = 0
         self.keys: Any = None  # [batch, kv_heads, capacity, head_dim]
         self.values: Any = None
-        self._positions: mx.array | None = None  # [batch, kv_heads or 1, capacity]; -1 is empty
-        self._scores: mx.array | None = None  # as `score` gives them, if every_step
+        self._share: Share | None = None  # what stands for the next two while it is there
+        self._own_positions: mx.array | None = None
+        self._own_scores: mx.array | None = None
         self._window: mx.array | None = None  # the latest queries before the newest block
         self._window_positions: mx.array | None = None
         self._rows = 0  # rows in use of the capacity
@@ -50,6 +51,33 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
         self._seen: Attended | None = None  # what the model attended to them with
         self._earlier: list[Attended | None] = []  # and to those before them, of a block that grew
         self._chosen: Turn | tuple[Any, Any, Any] | None = None  # what goes, where known already
+
+    @property
+    def _positions(self) -> mx.array | None:
+        """``[batch, kv_heads or 1, capacity]`` int32; -1 is empty."""
+        self._take_share()
+        return self._own_positions
+
+    @_positions.setter
+    def _positions(self, positions: mx.array | None) -> None:
+        self._take_share()
+        self._own_positions = positions
+
+    @property
+    def _scores(self) -> mx.array | None:
+        """As ``score`` gives them, if the policy has ``every_step``."""
+        self._take_share()
+        return self._own_scores
+
+    @_scores.setter
+    def _scores(self, scores: mx.array | None) -> None:
+        self._take_share()
+        self._own_scores = scores
+
+    def _take_share(self) -> None:
+        if self._share is not None:
+            share, self._share = self._share, None
+            self._own_positions, self._own_scores = share.positions, share.scores
 
     def _settle(self, next_block: int = 0) -> None:
         raise NotImplementedError  # the cache's

@@ -21,10 +21,32 @@ from .eviction import ask
 from .policy import Policy
 from .rows import Attended, Rows
 
-#: Indices of the row to go, all rows' scores, and positions with room made.
-Choice = tuple[mx.array, mx.array, mx.array]
-
 _ALL = "all layers"  # whose record that is, among a policy's
+
+
+@attrs.frozen(eq=False)
+class Share:
+    """A layer's share of what several hold in common. Its part is only taken when it is asked for:
+    the next choice goes on with the whole."""
+
+    #: ``[layers * batch, heads or 1, rows]`` int32
+    all_positions: mx.array
+    #: As ``rows.scores``, if the policy has ``every_step``.
+    all_scores: mx.array | None
+    layers: int = 1
+    place: int = 0  # among the layers
+
+    @property
+    def positions(self) -> mx.array:
+        return self._part(self.all_positions)
+
+    @property
+    def scores(self) -> mx.array | None:
+        return None if self.all_scores is None else self._part(self.all_scores)
+
+    def _part(self, whole: mx.array) -> mx.array:
+        batch = whole.shape[0] // self.layers
+        return whole[self.place * batch : (self.place + 1) * batch]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -37,10 +59,12 @@ class Turn:
     tokens: tuple[int, ...]
     #: Of keys, values, and queries if the policy asks for them.
     shapes: tuple[tuple[int, ...], ...]
-    #: Positions, ``[batch, heads or 1, rows]``; with ``every_step`` scores, as ``rows.scores``,
-    #: else None; and the newest query's weights, as ``attended.weights``, or None without queries.
-    arrays: tuple[mx.array | None, ...]
-    choice: Choice | None = None
+    #: Its rows' positions and scores.
+    share: Share
+    #: The newest query's weights, as ``attended.weights``, or None without queries.
+    weights: mx.array | None
+    #: Once it is chosen: ``[batch, heads or 1, 1]``, the row to go.
+    gone: mx.array | None = None
 
     def goes_with(self, other: Turn) -> bool:
         """Whether one choice may be made for both."""
@@ -49,12 +73,12 @@ class Turn:
             and self.tokens == other.tokens
             and self.budget == other.budget
             and self.shapes == other.shapes
-            and _shapes(self.arrays) == _shapes(other.arrays)
+            and _shape(self.weights) == _shape(other.weights)
         )
 
 
-def _shapes(arrays: tuple[mx.array | None, ...]) -> list[tuple[int, ...]]:
-    return [array.shape for array in storage.arrays(*arrays)]
+def _shape(array: mx.array | None) -> tuple[int, ...] | None:
+    return None if array is None else array.shape
 
 
 class _Waiting(threading.local):
@@ -81,73 +105,79 @@ def possible(policy: Policy) -> bool:
     return policy.replayable and policy.n_queries <= 1 and not known_not_to
 
 
-def choose(turn: Turn) -> Choice | None:
-    """The choice for this turn, made for all that go with it; None where the hooks want to know
-    what a turn hasn't."""
-    if turn.choice is None and possible(turn.policy):
+def choose(turn: Turn) -> bool:
+    """Have the row to go chosen for this turn and all that go with it, and room made for the next
+    token; False where the hooks want to know what a turn hasn't."""
+    if turn.gone is None and possible(turn.policy):
         together, others = [turn], list[Turn]()
         for ref in _waiting.turns:
             each = ref()
             if each is not None and each is not turn:
                 (together if turn.goes_with(each) else others).append(each)
         _waiting.turns = [weakref.ref(each) for each in others]
-        _choose(turn.policy, together)
-    return turn.choice
-
-
-def weights(rows: Rows) -> mx.array:
-    """The newest query's weights, ``[batch, query_heads, 1, rows]``, where the model's attention
-    doesn't give them."""
-    assert rows.attended is not None
-    return _over(attrs.astuple(rows.attended, recurse=False), rows.keys)
-
-
-#: It is the same work at each step and in each layer, so it is recorded once.
-_over = mx.compile(lambda seen, keys: Attended(*seen).over(keys))
+        _choose(turn.policy, sorted(together, key=lambda each: each.share.place))
+    return turn.gone is not None
 
 
 def _choose(policy: Policy, turns: list[Turn]) -> None:
     replay = policy._replays.get(_ALL)
     if replay is None:
         replay = policy._replays[_ALL] = mx.compile(partial(_ask_for_all, policy))
-    first = turns[0]
-    tokens = first.tokens if len(first.tokens) == 1 else first.tokens * len(turns)
+    first, layers = turns[0], len(turns)
+    tokens = first.tokens if len(first.tokens) == 1 else first.tokens * layers
     last = tuple([seen - 1 for seen in tokens])
-    arrays = [turn.arrays for turn in turns]
-    numbers = storage.column(last, 3), storage.column(last, 2)
+    weights = [turn.weights for turn in turns if turn.weights is not None]
+    shapes = [(layers * batch, *rest) for batch, *rest in first.shapes]
     try:
-        chosen = replay(arrays, *numbers, first.budget, first.shapes)
+        gone, scores, positions = replay(
+            *_held(turns),
+            mx.concatenate(weights) if weights else None,
+            storage.column(last, 3),
+            storage.column(last, 2),
+            first.budget,
+            shapes,
+        )
     except Exception:  # asked by itself, a layer shows what is wrong, if anything is
         policy._replays[_ALL] = None
         return
-    for turn, choice in zip(turns, chosen, strict=True):
-        turn.choice = choice
+    for place, (turn, its) in enumerate(zip(turns, mx.split(gone, layers), strict=True)):
+        turn.gone, turn.share = its, Share(positions, scores, layers, place)
+
+
+def _held(turns: list[Turn]) -> tuple[mx.array, mx.array | None]:
+    """All layers' positions and scores, the whole that they share if it is the same."""
+    first, shares = turns[0].share, [turn.share for turn in turns]
+    if first.layers == len(turns) and all(
+        share.all_positions is first.all_positions and share.place == place
+        for place, share in enumerate(shares)
+    ):
+        return first.all_positions, first.all_scores
+    scores = [share.scores for share in shares if share.scores is not None]
+    positions = mx.concatenate([share.positions for share in shares])
+    return positions, mx.concatenate(scores) if scores else None
 
 
 def _ask_for_all(
     policy: Policy,
-    arrays: list[tuple[Any, ...]],
+    positions: mx.array,
+    scores: mx.array | None,
+    weights: mx.array | None,
     newest: mx.array,
     query_positions: mx.array,
     budget: int,
-    shapes: tuple[tuple[int, ...], ...],
-) -> list[Choice]:
-    n = len(arrays)
-    positions, scores, weights = (
-        None if layers[0] is None else mx.concatenate(list(layers))
-        for layers in zip(*arrays, strict=True)
-    )
-    assert positions is not None
+    shapes: list[tuple[int, ...]],
+) -> tuple[mx.array, mx.array | None, mx.array]:
+    """What ``ask`` gives; scores only if they are to be remembered."""
     if scores is None:
         scores = mx.zeros(policy.score_shape(positions.shape))
-    keys, values, *queries = (elsewhere(n * batch, *rest) for batch, *rest in shapes)
+    keys, values, *queries = (elsewhere(*shape) for shape in shapes)
     seen = dict.fromkeys(["scale", "sinks", "softcap", "keys", "bias"], elsewhere())
     rows = Rows(
         keys=keys,
         values=values,
         positions=positions,
-        scores=scores,
-        query_positions=query_positions,
+        scores=scores[...],  # hooks may work in place
+        query_positions=query_positions[...],
         newest=newest,
         n_new=1,
         attended=Attended(queries[0], **seen, weights=weights) if queries else None,
@@ -156,11 +186,20 @@ def _ask_for_all(
         scope=policy.scope,
         padded=False,
     )
-    chosen = ask(policy, rows, 1, stale=True)
-    gone, *rest = (mx.split(array, n) for array in chosen)
+    gone, scores, positions = ask(policy, rows, 1, stale=True)
     # Evaluated along with it: a graph that nobody evaluates would grow with every token.
-    gone = mx.depends(gone, [*rest[0], *rest[1]])
-    return list(zip(gone, *rest, strict=True))
+    gone = mx.depends([gone], [scores, positions])[0]
+    return gone, scores if policy.every_step else None, positions
+
+
+def weights(seen: Attended, keys: mx.array) -> mx.array:
+    """The newest query's weights, ``[batch, query_heads, 1, rows]``, where the model's attention
+    doesn't give them."""
+    return _over(attrs.astuple(seen, recurse=False), keys)
+
+
+#: It is the same work at each step and in each layer, so it is recorded once.
+_over = mx.compile(lambda seen, keys: Attended(*seen).over(keys))
 
 
 class _Elsewhere:

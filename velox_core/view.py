@@ -34,14 +34,19 @@ class View(Trimmable):
             )
         return self._latest_queries(seen, positions)
 
+    def _shown(self) -> tuple[Attended | None, mx.array]:
+        """The same with the queries at their places."""
+        seen, positions = self._latest()
+        if self.renumbers and seen is not None:
+            seen = attrs.evolve(seen, queries=self._turned(seen.queries, positions))
+        return seen, positions
+
     def _view(self) -> Rows:
         """The rows in use and the latest queries, as hooks see them."""
         keys, values = self._numbers()
         assert self._positions is not None
         positions = storage.first(self._positions, self._rows)
-        seen, query_positions = self._latest()
-        if self.renumbers and seen is not None:
-            seen = attrs.evolve(seen, queries=self._turned(seen.queries, query_positions))
+        seen, query_positions = self._shown()
         if self._scores is None:
             scores = mx.zeros(self.policy.score_shape(positions.shape))
         else:
@@ -73,18 +78,27 @@ class View(Trimmable):
         )
 
     def _turn(self) -> turns.Turn:
-        """This layer's turn; the weights are there."""
-        assert self._positions is not None
-        seen, heads = self._seen, (self._positions.shape[0], self.kv_heads, self._rows)
+        """This layer's turn."""
+        seen, share = self._seen, self._share
+        if share is None:
+            positions = storage.first(self._positions, self._rows)
+            share = turns.Share(positions, storage.first(self._scores, self._rows))
+        batch = share.all_positions.shape[0] // share.layers
+        heads = batch, self.kv_heads, self._rows
         shapes = [(*heads, self.head_dim), (*heads, self.value_dim)]
         return turns.Turn(
             policy=self.policy,
             budget=self.budget,
             tokens=tuple(self._tokens),
             shapes=(*shapes, seen.queries.shape) if seen else tuple(shapes),
-            arrays=(
-                storage.first(self._positions, self._rows),
-                storage.first(self._scores, self._rows),
-                seen.weights if seen else None,
-            ),
+            share=share,
+            weights=self._newest_weights(),
         )
+
+    def _newest_weights(self) -> mx.array | None:
+        """The newest query's, from the model's attention or else worked out."""
+        if self._seen is None or self._seen.weights is not None:
+            return self._seen.weights if self._seen else None
+        seen, _ = self._shown()
+        assert seen is not None
+        return turns.weights(seen, self._numbers()[0])
