@@ -86,7 +86,7 @@ def _wrap(module: ModuleType) -> None:
             parts = cache.parts(queries, keys, mask)
         held = None if cache.renumbers else cache
         steady = cache.steady
-        wanted = not more and (seen is not None or steady)
+        wanted = not more and (steady or (seen is not None and cache.chooses))
         outputs = []
         for q, k, m in parts:
             if wanted and weighable(m, q, k, values):

@@ -17,6 +17,8 @@ from .eviction import decide, make_room, newest_unscored, score_rows
 from .rows import Attended, lowest
 from .view import View
 
+SCORED_AT_ONCE = 32  # tokens, while none has to go
+
 
 class VeloxCache(View):
     """Keys and values of at most ``budget`` rows of one layer, each with its true position.
@@ -118,15 +120,29 @@ class VeloxCache(View):
             self._untied = []
 
     def _grows(self, next_block: int) -> bool:
-        """Whether the next token joins the newest block, as there is ``slack`` left for it."""
+        """Whether the next token joins the newest block: as there is ``slack`` left for it, or as
+        no row has to go yet, and several tokens are scored in one go."""
+        held = max(self._held)
+        if held < self.budget:
+            other_keys = self._seen is not None and self._seen.keys is not None  # latent attention
+            scored = self._chosen is not None or not self.policy.every_step
+            room = self._n_new < SCORED_AT_ONCE and not (scored or other_keys)
+        else:
+            room = self.budget < held < self.budget + self.policy.slack
         return (
-            next_block == 1
-            and self.budget < max(self._held) < self.budget + self.policy.slack
+            room
+            and next_block == 1
             and self._coming is None
             and self._overwritten is None
             and min(self._fresh) == self._n_new
             and not self._padded
         )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether hooks look at the newest block as soon as it was attended to."""
+        looks = self.policy.every_step or self._rows > min(self.budget, max(self._held))
+        return looks and not (self._last == 1 and self._grows(next_block=1))
 
     def attended(self, output: mx.array) -> mx.array:
         """The model attended to the newest block, with this output. What goes with it is chosen at
@@ -135,12 +151,11 @@ class VeloxCache(View):
         keys when that step writes a row among them: MLX would copy all.
         """
         seen, worked_out = self._seen, []
-        waits = self.policy.slack and self._last == 1  # the next token may join this block
         if self._has_turn():
             self._chosen = turn = turns.leave(self._turn())
             if seen is not None and seen.weights is None:
                 worked_out = storage.arrays(turn.weights)
-        elif self._n_new and seen is not None and not waits:
+        elif self._n_new and seen is not None and self.chooses:
             self._chosen = self._choose()
             worked_out = storage.arrays(*self._chosen)
         if worked_out:
@@ -164,10 +179,13 @@ class VeloxCache(View):
     def _choose(self) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
         """Indices of the rows to go, ``[batch, heads or 1, count]``, None if all may stay; the
         scores that ``every_step`` asks for; and positions, with room made if a row goes."""
+        over = max(self._held) > self.budget
+        count = self._rows - min(self.budget, max(self._held))
+        if not (over or count or self.policy.every_step):
+            return None, None, None
         rows, remembered = self._view(), None
         stale = self.policy.every_step and self._overwritten is not None and min(self._fresh) > 0
-        count = self._rows - min(self.budget, max(self._held))
-        if max(self._held) > self.budget:
+        if over:
             gone, scores, positions = decide(self.policy, rows, count, stale)
             return gone, self._remembered(scores) if self.policy.every_step else None, positions
         if self.policy.every_step:
