@@ -175,7 +175,35 @@ class BySinks(ByLayer):
         return -age if sinks is None else age * sinks.mean()
 
 
-@pytest.mark.parametrize("of", [ByKeys, ByLayer, OneLayer, BySinks])
+@attrs.frozen(eq=False, kw_only=True)
+class InPlace(Policy):
+    """Works in place on all that it sees."""
+
+    hook_version: ClassVar[int] = 1
+    every_step: ClassVar[bool] = True
+    pure: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        scores, positions, newest = rows.scores, rows.positions, rows.newest
+        newest -= positions
+        scores -= newest
+        positions *= 0
+        return scores
+
+
+def test_hooks_that_work_in_place_change_nothing_that_is_held():
+    model = tiny_models.build("llama", num_hidden_layers=3)
+    ours, theirs = InPlace(budget=BUDGET), InPlace(budget=BUDGET)
+    theirs.hooks([Counts()])
+    caches = [make_cache(model, policy) for policy in (ours, theirs)]
+    logits = [decode(model, cache, tokens_of(40), prompt=15) for cache in caches]
+    assert ours._replays[turns._ALL]
+    assert held(caches[0]) == held(caches[1])
+    assert mx.allclose(*logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("of", [ByKeys, ByLayer, OneLayer])
 def test_hooks_that_want_to_know_more_are_asked_layer_by_layer(asked, of):
     model = tiny_models.build("llama", num_hidden_layers=3)
     ours, theirs = of(budget=BUDGET), of(budget=BUDGET)
@@ -186,6 +214,49 @@ def test_hooks_that_want_to_know_more_are_asked_layer_by_layer(asked, of):
     assert asked == [3]  # and then never again
     assert held(caches[0]) == held(caches[1])
     assert mx.allclose(*logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_hooks_may_go_by_whether_there_are_sinks(architecture):
+    model = tiny_models.build(architecture)
+    ours, theirs = BySinks(budget=BUDGET), BySinks(budget=BUDGET)
+    theirs.hooks([Counts()])
+    caches = [make_cache(model, policy) for policy in (ours, theirs)]
+    logits = [decode(model, cache, tokens_of(40), prompt=15) for cache in caches]
+    assert held(caches[0]) == held(caches[1])
+    assert mx.allclose(*logits, atol=1e-5)
+
+
+class Once:
+    """Raises at one call, when it is told to."""
+
+    pure = True
+    raises = False
+
+    @hookimpl
+    def protect(self, rows: Rows) -> mx.array:
+        if self.raises:
+            self.raises = False
+            raise RuntimeError("now")
+        return rows.positions < 2
+
+
+def test_an_error_of_a_hooks_own_comes_through_and_is_no_answer(asked):
+    model = tiny_models.build("llama", num_hidden_layers=2)
+    once = Once()
+    cache = make_cache(model, load_policy("h2o", budget=BUDGET, protect=[once]))
+    tokens = tokens_of(24)
+    decode(model, cache, tokens[:, :17], prompt=15)
+    once.raises = True
+    with pytest.raises(RuntimeError, match="now"):
+        model(tokens[:, 17:18], cache=cache)
+    for i in range(17, 24):
+        mx.eval(model(tokens[:, i : i + 1], cache=cache))
+    assert set(asked) == {2}
+    assert len(asked) == 8
+    alone = make_cache(model, load_policy("h2o", budget=BUDGET, protect=[Counts(), Once()]))
+    decode(model, alone, tokens, prompt=15)
+    assert held(cache) == held(alone)
 
 
 def test_a_wrong_hook_is_named():
@@ -217,6 +288,44 @@ def test_kept_rows_of_a_layer_that_is_dropped_are_freed():
     del cache
     gc.collect()
     assert [ref() for ref in left] == [None, None]
+
+
+def test_turns_that_nobody_takes_are_forgotten():
+    model = tiny_models.build("llama", num_hidden_layers=2)
+    before = len(turns._waiting.turns)
+    cache = make_cache(model, load_policy("h2o", budget=BUDGET))
+    decode(model, cache, tokens_of(17), prompt=15)
+    for _ in range(5):  # as in scoring one answer after another
+        assert [layer.trim(1) for layer in cache] == [1, 1]
+        mx.eval(model(mx.array([[3]]), cache=cache))
+    gc.collect()
+    assert len(turns._waiting.turns) == before + 2
+
+
+@pytest.mark.parametrize("name", ["tova", "h2o", "streaming"])
+@pytest.mark.parametrize("positions", ["absolute", "compressed", "contiguous"])
+def test_a_cache_may_go_on_in_another_thread(name, positions):
+    model = tiny_models.build("llama", num_hidden_layers=2)
+    policy = load_policy(name, budget=BUDGET, positions=positions)
+    tokens, caches = tokens_of(30), [make_cache(model, policy) for _ in range(2)]
+    logits: list[list[mx.array]] = [[], []]
+
+    def step(which: int, start: int, end: int) -> None:
+        logits[which].append(model(tokens[:, start:end], cache=caches[which])[:, -1:])
+        mx.eval(logits[which][-1])
+
+    step(0, 0, 8)
+    step(1, 0, 8)
+    for i in range(8, 30):
+        step(0, i, i + 1)
+        if i % 2:
+            step(1, i, i + 1)
+        else:
+            thread = threading.Thread(target=step, args=(1, i, i + 1))
+            thread.start()
+            thread.join()
+    assert len(logits[1]) == len(logits[0])
+    assert mx.allclose(*(mx.concatenate(each, axis=1) for each in logits), atol=1e-5)
 
 
 def test_threads_choose_for_their_own_caches():

@@ -17,8 +17,6 @@ from .eviction import decide, make_room, newest_unscored, score_rows
 from .rows import Attended, lowest
 from .view import View
 
-SCORED_AT_ONCE = 32  # tokens, while none has to go
-
 
 class VeloxCache(View):
     """Keys and values of at most ``budget`` rows of one layer, each with its true position.
@@ -120,18 +118,10 @@ class VeloxCache(View):
             self._untied = []
 
     def _grows(self, next_block: int) -> bool:
-        """Whether the next token joins the newest block: as there is ``slack`` left for it, or as
-        no row has to go yet, and several tokens are scored in one go."""
-        held = max(self._held)
-        if held < self.budget:
-            other_keys = self._seen is not None and self._seen.keys is not None  # latent attention
-            scored = self._chosen is not None or not self.policy.every_step
-            room = self._n_new < SCORED_AT_ONCE and not (scored or other_keys)
-        else:
-            room = self.budget < held < self.budget + self.policy.slack
+        """Whether the next token joins the newest block, as there is ``slack`` left for it."""
         return (
-            room
-            and next_block == 1
+            next_block == 1
+            and self.budget < max(self._held) < self.budget + self.policy.slack
             and self._coming is None
             and self._overwritten is None
             and min(self._fresh) == self._n_new
@@ -142,7 +132,8 @@ class VeloxCache(View):
     def chooses(self) -> bool:
         """Whether hooks look at the newest block as soon as it was attended to."""
         looks = self.policy.every_step or self._rows > min(self.budget, max(self._held))
-        return looks and not (self._last == 1 and self._grows(next_block=1))
+        waits = self.policy.slack and self._last == 1  # the next token may join this block
+        return looks and not waits
 
     def attended(self, output: mx.array) -> mx.array:
         """The model attended to the newest block, with this output. What goes with it is chosen at
@@ -181,7 +172,8 @@ class VeloxCache(View):
         scores that ``every_step`` asks for; and positions, with room made if a row goes."""
         over = max(self._held) > self.budget
         count = self._rows - min(self.budget, max(self._held))
-        if not (over or count or self.policy.every_step):
+        unobserved = self.policy.n_queries and self._seen is None  # which is told at once
+        if not (over or count or self.policy.every_step or unobserved):
             return None, None, None
         rows, remembered = self._view(), None
         stale = self.policy.every_step and self._overwritten is not None and min(self._fresh) > 0

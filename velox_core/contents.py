@@ -55,8 +55,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
     @property
     def _positions(self) -> mx.array | None:
         """``[batch, kv_heads or 1, capacity]`` int32; -1 is empty."""
-        self._take_share()
-        return self._own_positions
+        return self._own_positions if self._share is None else self._share.positions
 
     @_positions.setter
     def _positions(self, positions: mx.array | None) -> None:
@@ -66,8 +65,7 @@ class Contents(mlx_cache._BaseCache):  # type: ignore[misc]
     @property
     def _scores(self) -> mx.array | None:
         """As ``score`` gives them, if the policy has ``every_step``."""
-        self._take_share()
-        return self._own_scores
+        return self._own_scores if self._share is None else self._share.scores
 
     @_scores.setter
     def _scores(self, scores: mx.array | None) -> None:

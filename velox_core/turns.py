@@ -17,6 +17,7 @@ import attrs
 import mlx.core as mx
 
 from . import storage
+from .errors import PolicyHookError
 from .eviction import ask
 from .policy import Policy
 from .rows import Attended, Rows
@@ -37,6 +38,10 @@ class Share:
     place: int = 0  # among the layers
 
     @property
+    def batch(self) -> int:
+        return self.all_positions.shape[0] // self.layers
+
+    @property
     def positions(self) -> mx.array:
         return self._part(self.all_positions)
 
@@ -45,8 +50,7 @@ class Share:
         return None if self.all_scores is None else self._part(self.all_scores)
 
     def _part(self, whole: mx.array) -> mx.array:
-        batch = whole.shape[0] // self.layers
-        return whole[self.place * batch : (self.place + 1) * batch]
+        return whole[self.place * self.batch : (self.place + 1) * self.batch]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -57,8 +61,11 @@ class Turn:
     budget: int
     #: Tokens seen, by sequence.
     tokens: tuple[int, ...]
-    #: Of keys, values, and queries if the policy asks for them.
+    #: Shapes of keys and values.
     shapes: tuple[tuple[int, ...], ...]
+    #: What hooks may go by of what the layer attended with, if the policy asks for queries: their
+    #: shape, the softcap, and which others there are.
+    attended: tuple[Any, ...] | None
     #: Its rows' positions and scores.
     share: Share
     #: The newest query's weights, as ``attended.weights``, or None without queries.
@@ -73,6 +80,7 @@ class Turn:
             and self.tokens == other.tokens
             and self.budget == other.budget
             and self.shapes == other.shapes
+            and self.attended == other.attended
             and _shape(self.weights) == _shape(other.weights)
         )
 
@@ -86,7 +94,7 @@ class _Waiting(threading.local):
     otherwise, drops its turn."""
 
     def __init__(self) -> None:
-        self.turns: list[weakref.ref[Turn]] = []
+        self.turns = weakref.WeakSet[Turn]()
 
 
 _waiting = _Waiting()
@@ -94,7 +102,7 @@ _waiting = _Waiting()
 
 def leave(turn: Turn) -> Turn:
     """Let this turn be chosen for together with those that go with it."""
-    _waiting.turns.append(weakref.ref(turn))
+    _waiting.turns.add(turn)
     return turn
 
 
@@ -109,13 +117,10 @@ def choose(turn: Turn) -> bool:
     """Have the row to go chosen for this turn and all that go with it, and room made for the next
     token; False where the hooks want to know what a turn hasn't."""
     if turn.gone is None and possible(turn.policy):
-        together, others = [turn], list[Turn]()
-        for ref in _waiting.turns:
-            each = ref()
-            if each is not None and each is not turn:
-                (together if turn.goes_with(each) else others).append(each)
-        _waiting.turns = [weakref.ref(each) for each in others]
+        _waiting.turns.discard(turn)
+        together = [turn, *(each for each in _waiting.turns if turn.goes_with(each))]
         _choose(turn.policy, sorted(together, key=lambda each: each.share.place))
+        _waiting.turns.difference_update(together)
     return turn.gone is not None
 
 
@@ -127,7 +132,6 @@ def _choose(policy: Policy, turns: list[Turn]) -> None:
     tokens = first.tokens if len(first.tokens) == 1 else first.tokens * layers
     last = tuple([seen - 1 for seen in tokens])
     weights = [turn.weights for turn in turns if turn.weights is not None]
-    shapes = [(layers * batch, *rest) for batch, *rest in first.shapes]
     try:
         gone, scores, positions = replay(
             *_held(turns),
@@ -135,9 +139,12 @@ def _choose(policy: Policy, turns: list[Turn]) -> None:
             storage.column(last, 3),
             storage.column(last, 2),
             first.budget,
-            shapes,
+            layers,
+            first.shapes,
+            first.attended,
         )
-    except Exception:  # asked by itself, a layer shows what is wrong, if anything is
+    except (TypeError, AttributeError, ValueError, PolicyHookError):
+        # Asked by itself, a layer shows what is wrong, if anything is.
         policy._replays[_ALL] = None
         return
     for place, (turn, its) in enumerate(zip(turns, mx.split(gone, layers), strict=True)):
@@ -165,22 +172,29 @@ def _ask_for_all(
     newest: mx.array,
     query_positions: mx.array,
     budget: int,
-    shapes: list[tuple[int, ...]],
+    layers: int,
+    shapes: tuple[tuple[int, ...], ...],
+    attended: tuple[Any, ...] | None,
 ) -> tuple[mx.array, mx.array | None, mx.array]:
     """What ``ask`` gives; scores only if they are to be remembered."""
     if scores is None:
         scores = mx.zeros(policy.score_shape(positions.shape))
-    keys, values, *queries = (elsewhere(*shape) for shape in shapes)
-    seen = dict.fromkeys(["scale", "sinks", "softcap", "keys", "bias"], elsewhere())
+    keys, values = (elsewhere(layers * batch, *rest) for batch, *rest in shapes)
+    seen = None
+    if attended is not None:
+        (batch, *rest), softcap, *there = attended
+        sinks, its_keys, bias = (elsewhere() if each else None for each in there)
+        queries, scale = elsewhere(layers * batch, *rest), elsewhere()
+        seen = Attended(queries, scale, sinks, softcap, its_keys, bias, weights)
     rows = Rows(
         keys=keys,
         values=values,
-        positions=positions,
-        scores=scores[...],  # hooks may work in place
+        positions=positions[...],  # hooks may work in place
+        scores=scores[...],
         query_positions=query_positions[...],
-        newest=newest,
+        newest=newest[...],
         n_new=1,
-        attended=Attended(queries[0], **seen, weights=weights) if queries else None,
+        attended=seen,
         budget=budget,
         layer=elsewhere(),
         scope=policy.scope,

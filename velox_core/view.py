@@ -83,14 +83,17 @@ class View(Trimmable):
         if share is None:
             positions = storage.first(self._positions, self._rows)
             share = turns.Share(positions, storage.first(self._scores, self._rows))
-        batch = share.all_positions.shape[0] // share.layers
-        heads = batch, self.kv_heads, self._rows
-        shapes = [(*heads, self.head_dim), (*heads, self.value_dim)]
+        heads = share.batch, self.kv_heads, self._rows
+        attended = None
+        if seen is not None:
+            there = (each is not None for each in (seen.sinks, seen.keys, seen.bias))
+            attended = seen.queries.shape, seen.softcap, *there
         return turns.Turn(
             policy=self.policy,
             budget=self.budget,
             tokens=tuple(self._tokens),
-            shapes=(*shapes, seen.queries.shape) if seen else tuple(shapes),
+            shapes=((*heads, self.head_dim), (*heads, self.value_dim)),
+            attended=attended,
             share=share,
             weights=self._newest_weights(),
         )
