@@ -109,8 +109,8 @@ def leave(turn: Turn) -> Turn:
 def possible(policy: Policy) -> bool:
     """Whether the policy's hooks may be asked for all layers at once: they must be pure, and do
     with the newest query's weights."""
-    known_not_to = policy._replays.get(_ALL, ask) is None
-    return policy.replayable and policy.n_queries <= 1 and not known_not_to
+    refused = _ALL in policy._replays and policy._replays[_ALL] is None
+    return policy.replayable and policy.n_queries <= 1 and not refused
 
 
 def choose(turn: Turn) -> bool:
