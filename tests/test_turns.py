@@ -3,6 +3,7 @@ layer's hooks are asked by themselves."""
 
 import copy
 import gc
+import io
 import threading
 import weakref
 from collections.abc import Iterator
@@ -196,11 +197,41 @@ def test_hooks_that_work_in_place_change_nothing_that_is_held():
     model = tiny_models.build("llama", num_hidden_layers=3)
     ours, theirs = InPlace(budget=BUDGET), InPlace(budget=BUDGET)
     theirs.hooks([Counts()])
-    caches = [make_cache(model, policy) for policy in (ours, theirs)]
-    logits = [decode(model, cache, tokens_of(40), prompt=15) for cache in caches]
+    caches, tokens = [make_cache(model, policy) for policy in (ours, theirs)], tokens_of(40)
+    logits = [[model(tokens[:, :15], cache=cache)[:, -1:]] for cache in caches]
+    for i in range(15, 40):  # in turn: what is made once for all has the same positions
+        for cache, of_cache in zip(caches, logits, strict=True):
+            of_cache.append(model(tokens[:, i : i + 1], cache=cache))
+            mx.eval(of_cache[-1])
     assert ours._replays[turns._ALL]
     assert held(caches[0]) == held(caches[1])
-    assert mx.allclose(*logits, atol=1e-5)
+    assert mx.allclose(*map(mx.concatenate, logits), atol=1e-5)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Counting(Policy):
+    """Remembers scores that its choice doesn't go by."""
+
+    hook_version: ClassVar[int] = 1
+    every_step: ClassVar[bool] = True
+    pure: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, rows: Rows) -> mx.array:
+        return rows.scores + 1
+
+    @hookimpl
+    def evict(self, rows: Rows, count: int) -> mx.array:
+        return mx.argsort(rows.positions, axis=-1)[..., 4 : 4 + count]
+
+
+def test_scores_that_nobody_asks_for_are_no_growing_graph():
+    model = tiny_models.build("llama", num_hidden_layers=2)
+    cache = make_cache(model, Counting(budget=BUDGET))
+    decode(model, cache, tokens_of(40), prompt=15)
+    text = io.StringIO()
+    mx.export_to_dot(text, cache[0]._share.all_scores)
+    assert "shape=rectangle" not in text.getvalue()
 
 
 @pytest.mark.parametrize("of", [ByKeys, ByLayer, OneLayer])

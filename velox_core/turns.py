@@ -189,10 +189,10 @@ def _ask_for_all(
     rows = Rows(
         keys=keys,
         values=values,
-        positions=positions[...],  # hooks may work in place
-        scores=scores[...],
-        query_positions=query_positions[...],
-        newest=newest[...],
+        positions=positions,
+        scores=scores,
+        query_positions=query_positions,
+        newest=newest,
         n_new=1,
         attended=seen,
         budget=budget,
