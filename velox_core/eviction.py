@@ -81,8 +81,12 @@ def make_room(positions: mx.array, newest: mx.array, gone: mx.array) -> mx.array
 
 def newest_unscored(rows: Rows) -> Rows:
     """Rows whose newest token took another one's row, and with it that one's score: without it."""
-    positions, newest = (storage.like(x, rows.scores) for x in (rows.positions, rows.newest))
-    return attrs.evolve(rows, scores=mx.where(positions == newest, 0, rows.scores))
+    return attrs.evolve(rows, scores=unscored(rows.scores, rows.positions, rows.newest))
+
+
+def unscored(scores: mx.array, positions: mx.array, newest: mx.array) -> mx.array:
+    """Scores with 0 for the newest row."""
+    return mx.where(storage.like(positions == newest, scores), 0, scores)
 
 
 def score_rows(policy: Policy, rows: Rows) -> mx.array:

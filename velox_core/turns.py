@@ -17,12 +17,12 @@ import attrs
 import mlx.core as mx
 
 from . import storage
-from .errors import PolicyHookError
-from .eviction import ask
+from .eviction import ask, unscored
 from .policy import Policy
 from .rows import Attended, Rows
 
 _ALL = "all layers"  # whose record that is, among a policy's
+_NOT_HERE = "not known where all layers' choices are made at once"
 
 
 @attrs.frozen(eq=False)
@@ -143,8 +143,7 @@ def _choose(policy: Policy, turns: list[Turn]) -> None:
             first.shapes,
             first.attended,
         )
-    except (TypeError, AttributeError, ValueError, PolicyHookError):
-        # Asked by itself, a layer shows what is wrong, if anything is.
+    except Exception:  # asked by itself, a layer shows what is wrong, if anything is
         policy._replays[_ALL] = None
         return
     for place, (turn, its) in enumerate(zip(turns, mx.split(gone, layers), strict=True)):
@@ -186,21 +185,21 @@ def _ask_for_all(
         sinks, its_keys, bias = (elsewhere() if each else None for each in there)
         queries, scale = elsewhere(layers * batch, *rest), elsewhere()
         seen = Attended(queries, scale, sinks, softcap, its_keys, bias, weights)
-    rows = Rows(
+    rows = _OfAllLayers(
         keys=keys,
         values=values,
         positions=positions,
-        scores=scores,
+        scores=unscored(scores, positions, newest),
         query_positions=query_positions,
         newest=newest,
         n_new=1,
         attended=seen,
         budget=budget,
-        layer=elsewhere(),
+        layer=-1,
         scope=policy.scope,
         padded=False,
     )
-    gone, scores, positions = ask(policy, rows, 1, stale=True)
+    gone, scores, positions = ask(policy, rows, 1, stale=False)
     # Evaluated along with it: a graph that nobody evaluates would grow with every token.
     gone = mx.depends([gone], [scores, positions])[0]
     return gone, scores if policy.every_step else None, positions
@@ -216,18 +215,32 @@ def weights(seen: Attended, keys: mx.array) -> mx.array:
 _over = mx.compile(lambda seen, keys: Attended(*seen).over(keys))
 
 
+class _OfAllLayers(Rows):
+    """The rows of all layers, so that none of them is meant."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "layer":
+            raise TypeError(_NOT_HERE)
+        return super().__getattribute__(name)
+
+
 class _Elsewhere:
-    """What is known to each layer by itself alone, but for the shape: keys, values, queries, the
-    layer's index. An operation with it fails, and then the hooks are asked layer by layer."""
+    """What is known to each layer by itself alone, but for the shape: keys, values, queries.
+    Whatever else is done with it fails, and then the hooks are asked layer by layer."""
 
     def __init__(self, *shape: int) -> None:
         self.shape, self.ndim = shape, len(shape)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TypeError(_NOT_HERE)
+
     def __eq__(self, other: object) -> NoReturn:
-        raise TypeError("not known where all layers' choices are made at once")
+        raise TypeError(_NOT_HERE)
 
     __bool__ = __eq__
     __hash__ = None  # type: ignore[assignment]
 
 
-elsewhere: Any = _Elsewhere  # in the place of an array, or of an index
+elsewhere: Any = _Elsewhere  # in the place of an array
