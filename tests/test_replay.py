@@ -7,6 +7,7 @@ import attrs
 import mlx.core as mx
 import pytest
 import tiny_models
+from asked_by_layer import Counts
 
 from velox_core import Policy, PolicyHookError, Rows, hookimpl, load_policy, make_cache
 from velox_core.protectors import Pin
@@ -20,17 +21,6 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("morphkv", {"window": 6}),
     ("streaming", {"slack": 3}),
 ]
-
-
-class Counts:
-    """An observer that counts how often rows are scored."""
-
-    times = 0
-
-    @hookimpl(wrapper=True)
-    def score(self) -> Iterator[None]:
-        self.times += 1
-        return (yield)
 
 
 @attrs.frozen(eq=False, kw_only=True)

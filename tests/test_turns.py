@@ -6,7 +6,7 @@ import gc
 import io
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny_models
+from asked_by_layer import Counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,17 +32,6 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("morphkv", {"window": 3, "fusion": "max"}),
     ("streaming", {}),
 ]
-
-
-class Counts:
-    """An observer, who wants to see each layer by itself."""
-
-    times = 0
-
-    @hookimpl(wrapper=True)
-    def score(self) -> Iterator[None]:
-        self.times += 1
-        return (yield)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -119,15 +109,36 @@ def held(cache: list[Any]) -> list[Any]:
     return [mx.sort(layer.positions, axis=-1).tolist() for layer in velox_layers(cache)]
 
 
-def both(model: Any, name: str, options: dict[str, Any], **how: Any) -> tuple[Any, Any]:
-    """Caches and logits: chosen for at once, and layer by layer."""
+def both(
+    model: Any, make: Callable[[list[Any]], Policy], tokens: mx.array, prompt: int = 15
+) -> tuple[Any, Any]:
+    """Caches that gave the same logits: chosen for at once, and layer by layer.
+
+    Args:
+        make: the policy, given what is to stand beside it.
+    """
     watch = Counts()
     runs = []
     for beside in ([], [watch]):
-        cache = make_cache(model, load_policy(name, budget=BUDGET, **options, protect=beside))
-        runs.append((cache, decode(model, cache, **how)))
+        cache = make_cache(model, make(beside))
+        runs.append((cache, decode(model, cache, tokens, prompt)))
     assert watch.times
-    return runs[0], runs[1]
+    (ours, logits), (theirs, other_logits) = runs
+    assert mx.allclose(logits, other_logits, atol=1e-5)
+    return ours, theirs
+
+
+def named(name: str, **options: Any) -> Callable[[list[Any]], Policy]:
+    return lambda beside: load_policy(name, **{"budget": BUDGET, **options}, protect=beside)
+
+
+def of_class(policy_class: type[Policy]) -> Callable[[list[Any]], Policy]:
+    def make(beside: list[Any]) -> Policy:
+        policy = policy_class(budget=BUDGET)
+        policy.hooks(beside)
+        return policy
+
+    return make
 
 
 @pytest.mark.parametrize(("name", "options"), POLICIES)
@@ -135,12 +146,10 @@ def both(model: Any, name: str, options: dict[str, Any], **how: Any) -> tuple[An
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_the_same_rows_stay(asked, name, options, dtype, sequences):
     model = tiny_models.build("llama", dtype, num_hidden_layers=3)
-    how = {"tokens": tokens_of(40, sequences=sequences), "prompt": 15}
-    (ours, logits), (theirs, other_logits) = both(model, name, options, **how)
+    ours, theirs = both(model, named(name, **options), tokens_of(40, sequences=sequences))
     # The token after the prompt only makes the hole that the next ones go into.
     assert asked == [3] * 23
     assert held(ours) == held(theirs)
-    assert mx.allclose(logits, other_logits, atol=1e-5)
     for one, other in zip(ours, theirs, strict=True):
         if one.policy.every_step:
             pair = [mx.sort(cache._scores, axis=2) for cache in (one, other)]
@@ -158,12 +167,10 @@ def test_the_same_rows_stay(asked, name, options, dtype, sequences):
 )
 def test_of_every_kind_of_attention(asked, architecture, layers):
     model = tiny_models.build(architecture)
-    how = {"tokens": tokens_of(36), "prompt": 15}
-    (ours, logits), (theirs, other_logits) = both(model, "h2o", {"n_sink": 1}, **how)
+    ours, theirs = both(model, named("h2o", n_sink=1), tokens_of(36))
     assert len(velox_layers(ours)) >= layers
     assert set(asked) == {len(velox_layers(ours))}
     assert held(ours) == held(theirs)
-    assert mx.allclose(logits, other_logits, atol=1e-5)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -260,25 +267,15 @@ RULES = [
 @pytest.mark.parametrize("of", [ByKeys, ByLayer, OneLayer, *map(by, RULES)])
 def test_hooks_that_want_to_know_more_are_asked_layer_by_layer(asked, of):
     model = tiny_models.build("llama", num_hidden_layers=3)
-    ours, theirs = of(budget=BUDGET), of(budget=BUDGET)
-    theirs.hooks([Counts()])
-    tokens = tokens_of(40)
-    caches = [make_cache(model, policy) for policy in (ours, theirs)]
-    logits = [decode(model, cache, tokens, prompt=15) for cache in caches]
+    ours, theirs = both(model, of_class(of), tokens_of(40))
     assert asked == [3]  # and then never again
-    assert held(caches[0]) == held(caches[1])
-    assert mx.allclose(*logits, atol=1e-5)
+    assert held(ours) == held(theirs)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_hooks_may_go_by_whether_there_are_sinks(architecture):
-    model = tiny_models.build(architecture)
-    ours, theirs = BySinks(budget=BUDGET), BySinks(budget=BUDGET)
-    theirs.hooks([Counts()])
-    caches = [make_cache(model, policy) for policy in (ours, theirs)]
-    logits = [decode(model, cache, tokens_of(40), prompt=15) for cache in caches]
-    assert held(caches[0]) == held(caches[1])
-    assert mx.allclose(*logits, atol=1e-5)
+    ours, theirs = both(tiny_models.build(architecture), of_class(BySinks), tokens_of(40))
+    assert held(ours) == held(theirs)
 
 
 class Raises:
@@ -320,15 +317,9 @@ def test_a_wrong_hook_is_named():
 
 def test_layers_of_other_budgets_are_chosen_for_apart(asked):
     model = tiny_models.build("llama", num_hidden_layers=4)
-    budgets = [12, 9, 12, 9]
-    runs = []
-    for beside in ([], [Counts()]):
-        cache = make_cache(model, load_policy("h2o", budget=budgets, protect=beside))
-        logits = decode(model, cache, tokens_of(30), prompt=15)
-        runs.append((logits, held(cache)))
+    ours, theirs = both(model, named("h2o", budget=[12, 9, 12, 9]), tokens_of(30))
+    assert held(ours) == held(theirs)
     assert asked == [2] * 2 * 14
-    assert runs[0][1] == runs[1][1]
-    assert mx.allclose(runs[0][0], runs[1][0], atol=1e-5)
 
 
 def test_kept_rows_of_a_layer_that_is_dropped_are_freed():

@@ -129,9 +129,14 @@ class VeloxCache(View):
         )
 
     @property
+    def _too_many(self) -> int:
+        """Rows that must go: those beyond the budget, and padding."""
+        return self._rows - min(self.budget, max(self._held))
+
+    @property
     def chooses(self) -> bool:
         """Whether hooks look at the newest block as soon as it was attended to."""
-        looks = self.policy.every_step or self._rows > min(self.budget, max(self._held))
+        looks = self.policy.every_step or self._too_many > 0
         waits = self.policy.slack and self._last == 1  # the next token may join this block
         return looks and not waits
 
@@ -170,14 +175,13 @@ class VeloxCache(View):
     def _choose(self) -> tuple[mx.array | None, mx.array | None, mx.array | None]:
         """Indices of the rows to go, ``[batch, heads or 1, count]``, None if all may stay; the
         scores that ``every_step`` asks for; and positions, with room made if a row goes."""
-        over = max(self._held) > self.budget
-        count = self._rows - min(self.budget, max(self._held))
+        count = self._too_many
         unobserved = self.policy.n_queries and self._seen is None  # which is told at once
-        if not (over or count or self.policy.every_step or unobserved):
+        if not (count or self.policy.every_step or unobserved):
             return None, None, None
         rows, remembered = self._view(), None
         stale = self.policy.every_step and self._overwritten is not None and min(self._fresh) > 0
-        if over:
+        if max(self._held) > self.budget:
             gone, scores, positions = decide(self.policy, rows, count, stale)
             return gone, self._remembered(scores) if self.policy.every_step else None, positions
         if self.policy.every_step:

@@ -107,8 +107,8 @@ def leave(turn: Turn) -> Turn:
 
 
 def possible(policy: Policy) -> bool:
-    """Whether the policy's hooks may be asked for all layers at once: they must be pure, and do
-    with the newest query's weights."""
+    """Whether the policy's hooks may be asked for all layers at once: they must be pure, and
+    need no more than the newest query's weights."""
     refused = _ALL in policy._replays and policy._replays[_ALL] is None
     return policy.replayable and policy.n_queries <= 1 and not refused
 
@@ -203,16 +203,6 @@ def _ask_for_all(
     # Evaluated along with it: a graph that nobody evaluates would grow with every token.
     gone = mx.depends([gone], [scores, positions])[0]
     return gone, scores if policy.every_step else None, positions
-
-
-def weights(seen: Attended, keys: mx.array) -> mx.array:
-    """The newest query's weights, ``[batch, query_heads, 1, rows]``, where the model's attention
-    doesn't give them."""
-    return _over(attrs.astuple(seen, recurse=False), keys)
-
-
-#: It is the same work at each step and in each layer, so it is recorded once.
-_over = mx.compile(lambda seen, keys: Attended(*seen).over(keys))
 
 
 class _OfAllLayers(Rows):

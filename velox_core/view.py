@@ -10,6 +10,7 @@ from .errors import UnobservedAttentionError
 from .hooks import origin
 from .rows import Attended, Rows
 from .trim import Trimmable
+from .weights import weights_replayed
 
 
 class View(Trimmable):
@@ -104,4 +105,4 @@ class View(Trimmable):
             return self._seen.weights if self._seen else None
         seen, _ = self._shown()
         assert seen is not None
-        return turns.weights(seen, self._numbers()[0])
+        return weights_replayed(seen, self._numbers()[0])

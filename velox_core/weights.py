@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import mlx.core as mx
 
-from .rows import is_bias
+from .rows import Attended, is_bias
 
 _CPU = mx.Device(mx.cpu)
 
@@ -65,3 +66,12 @@ def weigh(
 
 #: The same for a decode step, recorded once.
 weigh_replayed = mx.compile(weigh)
+
+
+def weights_replayed(seen: Attended, keys: mx.array) -> mx.array:
+    """``seen.over(keys)`` for a decode step, recorded once: the weights alone, where the model's
+    attention is a kernel that keeps them to itself."""
+    return _over(attrs.astuple(seen, recurse=False), keys)
+
+
+_over = mx.compile(lambda seen, keys: Attended(*seen).over(keys))
